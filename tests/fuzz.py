@@ -1,7 +1,10 @@
-"""The fuzz: random calls of every op on both paths, in guarded memory, against the truth.
+"""The fuzz: random calls of every op on both paths, in guarded memory, against the truth, and through torch's
+mechanisms.
+
 
     python -m tests.fuzz [--cases 12000] [--minutes 3] [--seed 0] [--jobs N] [--only TEXT] [--out FILE]
     python -m tests.fuzz --replay "Case(...)"        one case again, as a failure prints it
+    python -m tests.fuzz --only mechanism            autograd, torch.func, torch.compile, CUDA graphs, subclasses alone
 
 A worker process draws, with hypothesis and a seed that follows from --seed, some dozens of cases of one family after
 the other: cases of a family share kernels, which compile in the worker, so that all CPUs compile at once. Failures do
@@ -26,10 +29,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
-from . import fuzz_attention, fuzz_products
+from . import fuzz_attention, fuzz_mechanisms, fuzz_products
 from .fuzz_products import Placement
 
-MODULES = (fuzz_products, fuzz_attention)
+MODULES = (fuzz_products, fuzz_attention, fuzz_mechanisms)
 PATIENCE = 180.0  # seconds that one case may take, compilation included
 MOST_FAILURES = 400  # that a report holds in full; all are counted
 LARGEST = {"cuda": 300, "cpu": 80}
@@ -182,8 +185,10 @@ def tasks_of(cases: int, seed: int, only: str) -> list:
 def replay(text: str, device: str) -> int:
     """Run one case, given as its repr."""
     known = {"Placement": Placement, "Signature": fuzz_products.Family, "nan": float("nan")}
+    known |= {"Mechanism": fuzz_mechanisms.Family, "Call": fuzz_mechanisms.Case}
     module = fuzz_attention if "heads=" in text else fuzz_products
     case = eval(text, {"__builtins__": {}}, known | {"Case": module.Case, "Family": module.Family})
+    module = module_of(case.signature if hasattr(case, "signature") else case.family)
     found = outcome(case, module.run, device)
     print("right" if found is None else f"{found[0]}: {found[1]}")
     return int(found is not None)
