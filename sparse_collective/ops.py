@@ -322,12 +322,14 @@ def called(
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
     W, b, bias, _, residual, out, *_ = terms
     differentiates = out is None and watched(W, b, bias, residual)
-    # A matrix whose indices are not checked yet is, before a plan is looked up.
-    ask = differentiates or terms[6] is not None or hidden() or type(W) is not BsrMatrix or W.check and not W.checked
-    if through_dispatcher := torch.compiler.is_compiling() or (
-        ask and dispatched(op, getattr(W, "stored", W), b, bias, residual, out, scale_b, scale_out, amax)
-    ):
-        if not torch.compiler.is_compiling():
+    through_dispatcher = torch.compiler.is_compiling()
+    if not through_dispatcher:
+        # A matrix whose indices are not checked yet is checked before a plan is looked up.
+        ask = type(W) is not BsrMatrix or W.check and not W.checked or terms[6] is not None
+        if ask or differentiates or hidden():
+            tensors = b, bias, residual, out, scale_b, scale_out, amax
+            through_dispatcher = dispatched(op, getattr(W, "stored", W), *tensors)
+        if through_dispatcher:
             with undisturbed():
                 terms = eager.as_bsr(op, W), *terms[1:]
     if isinstance(W, Bsr24):
