@@ -78,8 +78,12 @@ class Bias:
         mod = _BIASES.get(key)
         if mod is None:
             check_no_tangent("attention", (bias,))
-            wide = bias.dtype == torch.float64 and device.type == "cpu"
-            mod = _BIASES[key] = bound_by_trace(Bias(bias.detach().float()) if wide else self, device).mod
+            traced = bias.detach()
+            if bias.numel() == 0:  # torch indexes no element of it
+                traced = torch.empty([n or 2 for n in bias.shape], dtype=bias.dtype, device=device)
+            if bias.dtype == torch.float64 and device.type == "cpu":
+                traced = traced.float()
+            mod = _BIASES[key] = bound_by_trace(Bias(traced), device).mod
         return BoundScore(mod, (bias,))
 
 
