@@ -27,6 +27,7 @@ from .score_mod import bound
 from .sinks import check_sinks
 
 OP = "block_sparse_attention"
+Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
 _PLANS = PlanCache(operands=3)
@@ -138,22 +139,19 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
     A mask that is as many rows as columns longer is cropped: each row keeps its position, counted from either end.
     """
-    mask = _as_block_mask(q, k, block_mask)
-    lengths = *q.shape[-2:-1], *k.shape[-2:-1]
-    if mask.lengths != lengths and len(lengths) == 2:
-        (rows, cols), (sq, sk) = mask.lengths, lengths
-        if rows - sq == cols - sk > 0:
+    checks.check_tensor(Q_NAME, q)
+    checks.check_tensor(K_NAME, k)
+    mask = block_mask if isinstance(block_mask, BlockMask) else _converted(q, k, block_mask)
+    if q.dim() == 4 and q.size(2) != mask.lengths[0] and k.dim() == 4:
+        lengths = q.size(2), k.size(2)
+        if mask.lengths[0] - lengths[0] == mask.lengths[1] - lengths[1] > 0:
             make = partial(mask.crop, lengths)
             return Derived.of(mask).get(("crop", *lengths), mask.partial_count, make, BlockMask.lists)
     return mask
 
 
-def _as_block_mask(q, k, block_mask) -> BlockMask:
-    """The same, of the lengths that it has."""
-    checks.check_tensor(f"{OP}: q", q)
-    checks.check_tensor(f"{OP}: k", k)
-    if isinstance(block_mask, BlockMask):
-        return block_mask
+def _converted(q, k, block_mask) -> BlockMask:
+    """Another form of mask as a BlockMask of the lengths that it has."""
     if isinstance(block_mask, kept.FlexBlockMask):
         return kept.of_flex(block_mask)
     if isinstance(block_mask, BsrMatrix):
