@@ -83,6 +83,7 @@ class EmulatedFlash:
             shape = (q.shape[1], q.shape[0]) if facts.packed else q.shape[:3]
             assert lse.shape == shape and lse.is_contiguous() and lse.dtype is torch.float32
 
+    @torch.autocast("cpu", enabled=False)
     def attend(self, q, k, v, out, lse, sinks, scale_log2, softcap, left, right):
         """Of (B, H, Sq, D) tensors, all items of one length, into out and lse."""
         facts, rows, columns = self.facts, q.shape[2], k.shape[2]

@@ -1,7 +1,7 @@
 """Random calls of every op through torch's mechanisms: autograd, torch.func, torch.compile, CUDA graphs, subclasses.
 
 A `Mechanism` is a mechanism and an op; a `Call` has the case that fuzz_products or fuzz_attention drew for it.
-See mechanisms.py for the checks, and mechanism_calls.py for the calls.
+See mechanisms.py and mechanism_modes.py for the mechanisms, and mechanism_calls.py for the calls.
 """
 
 import contextlib
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 import cute_kernels
 
 from . import fuzz_attention, fuzz_products
+from . import mechanism_modes as _modes  # noqa: F401 (registers its mechanisms)
+from . import mechanisms as _mechanisms  # noqa: F401
 from .mechanism_calls import ATTENTION, PRODUCTS, subject
-from .mechanisms import MECHANISMS
+from .mechanism_checks import MECHANISMS
 from .reference import seed
 
 ON_GPU_ONLY = ("graph",)

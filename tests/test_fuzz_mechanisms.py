@@ -12,7 +12,7 @@ from cute_kernels import gemm
 from . import fuzz, fuzz_mechanisms, mechanism_calls
 from .guard_zones import Wrong
 from .mechanism_calls import ATTENTION, PRODUCTS, Subject
-from .mechanisms import MECHANISMS
+from .mechanism_checks import MECHANISMS
 from .reference import seed
 
 NAMES = [name for name in MECHANISMS if name not in fuzz_mechanisms.ON_GPU_ONLY]
