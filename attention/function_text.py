@@ -30,14 +30,15 @@ from cute_kernels.runtime.torch_compat import (
     run_in_trace,
 )
 from cute_kernels.traced.libraries import library_scope
-from cute_kernels.traced.memo import MOST, global_names
+from cute_kernels.traced.memo import DYNAMIC, MOST, global_names
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
-_CLASSES: dict[str, type] = {}
+_CLASSES: dict[str, type] = {}  # kept alive for the same reason
 _STAND_INS: dict[tuple, list[Tensor]] = {}
 # (text, numbers, id of the stand-ins) -> (function, stand-ins, globals that it has copies of)
 _REBUILT: dict[tuple, tuple[Callable, list[Tensor], list[tuple]]] = {}
 NUMBERS = (bool, int, float)
+MODULE_NAMES = "__builtins__", "__name__"
 
 
 class _Attributes:
@@ -109,10 +110,8 @@ def fields_of(cls: type) -> tuple[str, ...]:
     """The class's name, under which it can be found from now on, and those of its fields; () if it is no dataclass."""
     if not dataclasses.is_dataclass(cls):
         return ()
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if _CLASSES.get(name) is not cls:
-        _CLASSES[name] = cls
-        _REBUILT.clear()  # a class of that name may have been another one
+    name = f"{cls.__module__}.{cls.__qualname__} at {id(cls):x}"  # classes made in a function may share a name
+    _CLASSES[name] = cls
     return (name, *(field.name for field in dataclasses.fields(cls)))
 
 
@@ -305,7 +304,10 @@ def _function_of(name: str, count: int, names: Sequence[str], values: list, scop
     code, scope = _FUNCTIONS[name]
     end = count + len(names)
     if names:
-        scopes += [(scope, other, scope.get(other)) for other in global_names(code) if other not in names]
+        read = global_names(code)
+        scopes += [(scope, other, scope.get(other)) for other in read if other not in names]
+        if DYNAMIC.isdisjoint(read):  # a copy of all globals would keep the user's other tensors alive
+            scope = {other: scope[other] for other in (*MODULE_NAMES, *read) if other in scope}
         scope = scope | dict(zip(names, values[count:end], strict=True))
     closure = tuple(types.CellType(x) for x in values[:count])
     return types.FunctionType(code, scope, code.co_name, tuple(values[end:]) or None, closure)

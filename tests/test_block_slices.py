@@ -1,6 +1,7 @@
 """Parts and intersections of block masks: crop, mask[...], mask & other; packed sequences and pages by them."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,22 @@ def test_intersections():
             mask & other
     with pytest.raises(TypeError):
         mask & 3
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Of a dataclass that compares its tensors."""
+
+    ids: torch.Tensor
+
+    def __call__(self, b, h, q, kv):
+        return self.ids[q] == self.ids[kv]
+
+
+def test_intersection_of_masks_of_one_class():
+    masks = [BlockMask.from_mask_mod(Documents(torch.arange(S) // size), (S, S)) for size in (70, 100)]
+    first, second = (mask.to_dense() for mask in masks)
+    assert torch.equal((masks[0] & masks[1]).to_dense(), first & second)
 
 
 def test_packed_sequences(place):

@@ -218,3 +218,45 @@ def test_the_same_kernel_as_eager_calls(monkeypatch):
     compiled = trace_mask(with_causal(mask.with_mask_mod(mod)).mask_mod, torch.device("cpu"))
     assert compiled.program == eager.program
     assert all(a is b for a, b in zip(compiled.tensors, eager.tensors, strict=True))
+
+
+def shifted(sign):
+    """Two classes of one name."""
+    if sign > 0:
+
+        @dataclass(frozen=True)
+        class Shift:
+            by: int
+
+            def __call__(self, score, b, h, q, kv):
+                return score + self.by * q * kv
+
+    else:
+
+        @dataclass(frozen=True)
+        class Shift:
+            by: int
+
+            def __call__(self, score, b, h, q, kv):
+                return score - self.by * q * kv
+
+    return Shift(2)
+
+
+def test_classes_of_one_name():
+    """The graph of one is called again after the graph of another was compiled."""
+    call, mods = operands("cpu"), (shifted(1), shifted(-1))
+    run = torch.compile(lambda q, k, v, mod: attention(q, k, v, score_mod=mod) * 1, fullgraph=True, backend="eager")
+    for mod in (*mods, *mods):
+        torch.testing.assert_close(run(*call, mod), attention(*call, score_mod=mod), atol=0, rtol=0)
+
+
+def test_other_globals_are_not_kept_alive(monkeypatch):
+    call, tensor = operands("cpu"), torch.zeros(4)
+    monkeypatch.setitem(globals(), "UNRELATED", tensor)
+    torch.compile(lambda q, k, v: attention(q, k, v, score_mod=score_by_globals) * 1, backend="eager")(*call)
+    monkeypatch.undo()
+    alive = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert alive() is None
