@@ -106,9 +106,13 @@ def apply(
         x = x + rBias.load()
     if const_expr(spec.residual is not None):
         rC = cute.make_rmem_tensor(rD.shape, Float32)
+        # Of stored blocks, whose strides inside are constants: the block's address in 64 bits, and 32 bits inside it.
+        in_blocks = const_expr(all(isinstance(stride, int) for stride in args.residual.stride[:2]))
+        residual = args.residual[None, None, outer[0], outer[1]] if const_expr(in_blocks) else args.residual
         for v in range_constexpr(size):
             m, n = cutlass.min(cD[v][0], extent[0] - 1), cutlass.min(cD[v][1], extent[1] - 1)
-            rC[v] = args.residual[m, n, outer[0], outer[1]].to(Float32)
+            at = (m, n) if const_expr(in_blocks) else (m, n, outer[0], outer[1])
+            rC[v] = residual[at].to(Float32)
         x = x + args.beta * rC.load()
     if const_expr(spec.stores_z):
         rZ.store(x.to(rZ.element_type))

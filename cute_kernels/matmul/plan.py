@@ -11,6 +11,10 @@ from ..runtime.call_plan import CallPlan
 from ..tf32_parts import eager as tf32_parts
 from ..tile.element import VECTOR_BYTES
 
+# Elements between the scales of two rows of A, or of two blocks of B's columns: kernels compute distances inside of a
+# tile of 256 rows in bytes, as 32-bit numbers.
+MOST_SCALE_STRIDE = (2**31 - 1) // (4 * 255)
+
 
 @dataclass
 class Plan(CallPlan):
@@ -135,7 +139,9 @@ def scale_view(scale, batch, L: int, kind: str | None = None):
     if scale is None:
         return None
     if kind in ("1x128", "128x128"):
-        return partial(_blocks_view, kind, batch, L)
+        view = partial(_blocks_view, kind, batch, L)
+        far = abs(scale.stride(-2 if kind == "1x128" else -1)) > MOST_SCALE_STRIDE
+        return (lambda t: view(t.contiguous())) if far else view
     if scale.shape == (1, 1) and L == 1:
         return None
     if scale.numel() == 1:  # the kernel reads that of the item

@@ -13,6 +13,7 @@ from . import family  # noqa: F401 (importing it registers the family)
 from .config import TILE_N, PartsFacts
 
 VECTOR = element_of("float32").vector
+MOST_ELEMENTS = VECTOR << 30
 MOST_TILES = 65535  # of a grid's second and third extents, which turned operands' tiles of N and items are
 
 
@@ -42,8 +43,9 @@ def along_k(x: Tensor) -> Tensor | None:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Whether a kernel can run: a plan for a GPU that is assumed copies nothing by it on the one that is there."""
-    return x.is_cuda and (assumed() is None or x.device.type != "cuda")
+    """Whether a kernel can run: a plan for a GPU that is assumed copies nothing by it on the one that is there. The
+    kernels number vectors of 16 bytes in 32 bits."""
+    return x.is_cuda and x.numel() <= MOST_ELEMENTS and (assumed() is None or x.device.type != "cuda")
 
 
 def _is_turned(x: Tensor) -> bool:

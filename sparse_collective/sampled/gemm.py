@@ -16,7 +16,7 @@ from functools import partial
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.k_tiles import KTile
 from cute_kernels.matmul.config import GemmFacts
@@ -178,7 +178,7 @@ class SampledGemm:
         items = 1 if self.facts.path == "sm_90" else mD.shape[3]  # all take the same B
         mB = view(b, (bk, K, N // bk, items), (sN, sK, sN * bk, 0))
         if const_expr(residual is not None):
-            residual = self.blocks(residual)
+            residual = self.blocks(residual, Int64(bm * bk))
         tiles_m = parts_of(bm, cfg.tile_m)
         parts = parts_of(bk, cfg.box_n)
         rows = M // bm if const_expr(block.batch == "patterns") else None
@@ -189,9 +189,14 @@ class SampledGemm:
         args = EpilogueArgs(bias, residual, None, alpha, beta)
         self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, group, max_ctas, stream)
 
-    def blocks(self, d: cute.Tensor) -> cute.Tensor:
-        """(bm, bk, nnz, L)"""
+    def blocks(self, d: cute.Tensor, stride: int | Int64 | None = None) -> cute.Tensor:
+        """(bm, bk, nnz, L)
+
+        stride: of nnz. An Int64 for a tensor that is indexed by element: a constant times a block's number would be
+        computed in 32 bits, which 2^31 stored elements overflow. Other accesses compute their addresses themselves.
+        """
         bm, bk = self.facts.block.bm, self.facts.block.bk
+        stride = bm * bk if stride is None else stride
         if const_expr(self.facts.block.batch == "values"):
-            return view(d, (bm, bk, d.shape[1], d.shape[0]), (bk, 1, bm * bk, d.stride[0]))
-        return view(d, (bm, bk, d.shape[0], 1), (bk, 1, bm * bk, 0))
+            return view(d, (bm, bk, d.shape[1], d.shape[0]), (bk, 1, stride, d.stride[0]))
+        return view(d, (bm, bk, d.shape[0], 1), (bk, 1, stride, 0))
