@@ -91,7 +91,10 @@ def _written(value, what: str, names: tuple[str, ...], numbers: list[int], tenso
     fields = fields_of(type(value))
     if len(fields) > 0 and not isinstance(value, nn.Module):
         parts = [_written(getattr(value, name), what, names, numbers, tensors) for name in fields[1:]]
-        return ", ".join([f'["class {fields[0]}"', *parts]) + "]"
+        text = ", ".join([f'["class {fields[0]}"', *parts]) + "]"
+        if _call_reads_data(type(value)):
+            return f'["method", {_function(type(value).__call__, what, numbers, tensors)}, {text}]'
+        return text
     parts = ['["module"']
     for name in names:
         if hasattr(value, name):
@@ -113,6 +116,17 @@ def fields_of(cls: type) -> tuple[str, ...]:
     name = f"{cls.__module__}.{cls.__qualname__} at {id(cls):x}"  # classes made in a function may share a name
     _CLASSES[name] = cls
     return (name, *(field.name for field in dataclasses.fields(cls)))
+
+
+@torch.compiler.assume_constant_result
+def _call_reads_data(cls: type) -> bool:
+    """True if the class's __call__ captures something or names globals that are data, as functions do."""
+    call = cls.__call__
+    if not isinstance(call, types.FunctionType) or library_scope(call.__globals__):
+        return False
+    if "__class__" in call.__code__.co_freevars:  # of super(), which has no text
+        return False
+    return bool(call.__closure__ or names_of_globals(call.__code__, call.__globals__))
 
 
 def _function(fn, what: str, numbers: list[int], tensors: list[Tensor]) -> str:

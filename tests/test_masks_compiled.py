@@ -220,6 +220,37 @@ def test_the_same_kernel_as_eager_calls(monkeypatch):
     assert all(a is b for a, b in zip(compiled.tensors, eager.tensors, strict=True))
 
 
+@dataclass(frozen=True)
+class Near:
+    ids: Tensor
+
+    def __call__(self, b, h, q, kv):
+        return (self.ids[q] == self.ids[kv]) | ((q - kv).abs() <= REACH)
+
+
+def test_what_a_dataclass_reads_beside_its_fields(monkeypatch):
+    """Backward uses the forward pass's global number, and the tensor that a method captures is saved."""
+    captured = IDS.clone()
+
+    @dataclass(frozen=True)
+    class Captures:
+        offset: int
+
+        def __call__(self, b, h, q, kv):
+            return captured[q] == captured[kv - self.offset]
+
+    run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
+    call, mask = [t.requires_grad_() for t in operands()], BlockMask.from_mask_mod(Near(IDS), (N, N))
+    out, dense = run(*call, mask), mask.to_dense()
+    monkeypatch.setattr(f"{__name__}.REACH", 7)
+    out.sum().backward()
+    assert_right(call, gradients_of_truth(call, dense, torch.ones_like(out)))
+    out = run(*call, BlockMask.from_mask_mod(Captures(0), (N, N)))
+    captured.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def shifted(sign):
     """Two classes of one name."""
     if sign > 0:
