@@ -5,12 +5,15 @@ dz b' sampled at W's pattern, that of b the product of W's transposed view with 
 pattern with it, and wait for nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
-from cute_kernels.gradients import of_columns, sum_to, through_epilogue, with_saved
+from cute_kernels.epilogue_gradient.eager import epilogue_gradient
+from cute_kernels.gradients import column_sums, of_columns, sum_to, through_epilogue, with_saved
 from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
@@ -46,6 +49,7 @@ class Bsr(torch.autograd.Function):
         ctx.like = None if needs_values else torch.empty_like(b, device="meta")
         values = stored if needs_b or W.batch is not None else None
         ctx.save_for_backward(values, b if needs_values else None, bias, groups, saved)
+        ctx.pattern = versions_of(W)
         ctx.call, ctx.path, ctx.dtype = (op, W, activation, epilogue), forced_path(), stored.dtype
         return y
 
@@ -55,11 +59,16 @@ class Bsr(torch.autograd.Function):
     def backward(ctx, dy):
         op, W, activation, epilogue = ctx.call
         values, b, bias, groups, saved = ctx.saved_tensors
+        if versions_of(W) != ctx.pattern:
+            raise RuntimeError(
+                f"{op}: the indices of W, needed for gradient computation, have been modified by an inplace operation; "
+                "call backward() before the pattern changes, or give the new pattern tensors of its own"
+            )
         if values is not None and values is not W.stored:
             W = W.holding(values.to(W.dtype))
         _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
         sums = needs_bias and of_columns(bias)
-        dz, total = through_epilogue(dy, activation, epilogue, saved, sums)
+        dz, total = before_epilogue(op, dy, activation, epilogue, saved, sums)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
         db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, groups) if needs_b else None
         dbias = None
@@ -68,6 +77,14 @@ class Bsr(torch.autograd.Function):
         if dvalues is not None and dvalues.dtype is not ctx.dtype:
             dvalues = dvalues.to(ctx.dtype)
         return None, dvalues, db, dbias, dz if needs_residual else None, None
+
+
+def versions_of(W: BsrMatrix) -> list[int] | None:
+    """How often the indices were written to; None if torch does not count it, as for tensors of inference mode."""
+    try:
+        return [t._version for t in W.indices]
+    except RuntimeError:
+        return None
 
 
 def lives_on(t: Tensor) -> bool:
@@ -90,6 +107,22 @@ def differentiable(
         epilogue = epilogue_program(op, epilogue)
     stored = W.stored if source is None or not lives_on(source) else source
     return _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
+
+
+def before_epilogue(
+    op: str, dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: bool,
+    gradient: Callable = epilogue_gradient,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """through_epilogue, in which rows of a grouped GEMM without a gradient have none before a user's function either.
+
+    Padding is such rows. A function may have an infinite derivative there, as torch.sqrt has at 0, and 0 * inf = NaN
+    would reach the gradients of W and of the bias.
+    """
+    if op != "bsr_grouped_linear" or epilogue is None:
+        return through_epilogue(dy, activation, epilogue, saved, sums, gradient)
+    dz, _ = through_epilogue(dy, activation, epilogue, saved, False, gradient)
+    dz = dz.masked_fill((dy == 0).all(-1, keepdim=True), 0)
+    return dz, column_sums(dz) if sums else None
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.checks import check_no_grad, narrow
 from cute_kernels.dtypes import default_out_dtype
-from cute_kernels.gradients import of_columns, saved_of, through_epilogue
+from cute_kernels.gradients import of_columns, saved_of
 from cute_kernels.runtime import library
 from cute_kernels.runtime.front import check_traced
 from cute_kernels.torch_op import (
@@ -20,7 +20,7 @@ from cute_kernels.torch_op import (
 
 from .bsr import BsrMatrix, met_before
 from .eager import GATED, call
-from .gradients import bias_gradient, operand_gradient, values_gradient
+from .gradients import before_epilogue, bias_gradient, operand_gradient, values_gradient
 from .sampled import eager as sampled
 
 NAME = "sparse_collective::bsr"
@@ -74,7 +74,7 @@ def _backward(ctx, dy, *_):
     if kept is None and saved_of(activation, epilogue):
         kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups, accumulation_dtype)
     sums = needs_bias and of_columns(bias)
-    dz, total = through_epilogue(dy, activation, epilogue, kept, sums, epilogue_gradient)
+    dz, total = before_epilogue(op, dy, activation, epilogue, kept, sums, epilogue_gradient)
     gradients = list(GRADIENTS)
     if needs_values:
         gradients[4] = ops.bsr_values_gradient(*inputs, dz, groups)

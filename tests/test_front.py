@@ -148,6 +148,30 @@ def test_second_derivatives_by_inputs_raise(case):
         torch.autograd.grad(first.square().sum() + leaf.sum(), leaf)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+def test_gradients_with_a_graph_are_written_in_place():
+    """What backward(create_graph=True) and optimizers do with a gradient that has a grad_fn."""
+    x, W = (torch.randn(8, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(gemm(x, W).sum(), x, create_graph=True)
+    torch.testing.assert_close(first.mul_(2), 2 * W.sum(1).expand(8, 8))
+    gemm(x, W).sum().backward(create_graph=True)
+    torch.optim.SGD([x, W], 0.1).zero_grad(set_to_none=False)
+    assert not x.grad.any() and x.grad.grad_fn is None
+
+
+def test_gradients_with_the_negative_bit(case, place):
+    """The imaginary part of a conjugate tensor, as backward of torch.complex passes it."""
+    f, x, _ = case
+    leaf = x.clone().requires_grad_()
+    y = f(leaf)
+    dy = torch.complex(torch.zeros(y.shape, device=y.device), normal(*y.shape, device=place).float()).conj().imag
+    if y.dtype is not torch.float32:
+        dy = torch._neg_view(dy.resolve_neg().neg().to(y.dtype))
+    assert dy.is_neg()
+    found = torch.autograd.grad(y, leaf, dy, retain_graph=True)[0]
+    near(found, torch.autograd.grad(y, leaf, dy.resolve_neg())[0], place)
+
+
 def test_vmap_of_no_items(case):
     f, x, _ = case
     none = x.new_empty(0, *x.shape)
@@ -201,7 +225,7 @@ def test_plain_subclasses_and_tensors_without_memory(case, place):
 
     assert torch.equal(f(x.as_subclass(Plain)), f(x))
     for nested in (torch.nested.nested_tensor([x, x], layout=layout) for layout in (torch.jagged, torch.strided)):
-        with pytest.raises(TypeError, match="got a nested tensor; pass its packed rows"):
+        with pytest.raises(TypeError, match=r"got a nested tensor; .*pass its packed rows, x.values\(\)"):
             f(nested)
     W = random_bsr((64, 64), (32, 32), density=0.7).to(place)
     with pytest.raises(TypeError, match="got a nested tensor"):

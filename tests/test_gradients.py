@@ -160,6 +160,16 @@ def test_a_second_derivative_is_refused(device):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
+def test_a_pattern_that_changes_before_backward(device, view):
+    x = leaf(normal(8, 64, device=device))
+    W = random_bsr((64, 64), (32, 32), density=0.5).to(device)
+    y = bsr_linear(x, W.t() if view else W)
+    W.col_indices.fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_under_torch_compile(device, activation, view):
     """Forward and backward are in one graph each, with the results of an eager call."""

@@ -133,6 +133,47 @@ def test_gradients(place, form, ends):
     compare(W, (f(x, W, bias), *grad(loss, (0, 1, 2))(x, W.stored, bias)), exact)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", ["of each expert", "of all"])
+def test_an_infinite_slope_at_padding(place, compiled, rows):
+    """torch.sqrt has it at 0, which padding is; rows of tokens are positive."""
+    torch._dynamo.reset()
+    W, _ = batch("values", device=place)
+    W.check_indices()
+    W = W.with_values(W.stored.abs() + 0.1)
+    x, offsets = normal(T, W.shape[-1], device=place).abs() + 0.1, offsets_of(ENDS["multiples of nothing"], place)
+    bias = torch.zeros(W.shape[1] if rows == "of all" else W.shape[:2], dtype=x.dtype, device=place)
+
+    def f(x, values, bias):
+        return bsr_grouped_linear(x, W.with_values(values), bias=bias, epilogue=torch.sqrt, offsets=offsets)
+
+    inputs = leaves(W, x, bias)
+    run = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+    y = run(*inputs)
+    dx, dvalues, dbias = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    dense = W.to_dense().double().requires_grad_()
+    wide, wide_bias = (t.detach().double().requires_grad_() for t in (x, bias.expand(E, -1)))
+    exact = truth(wide, dense, ENDS["multiples of nothing"], wide_bias)
+    stored = exact != 0  # of an empty block row nothing is
+    z = torch.where(stored, exact, 1.0).sqrt()
+    ex, ew, eb = torch.autograd.grad(torch.where(stored, z, 0.0).sum(), (wide, dense, wide_bias))
+    near(dx, ex, 3)
+    mask = W.with_values(torch.ones_like(W.stored)).to_dense()
+    near(W.with_values(dvalues).to_dense(), ew * mask, 3)
+    if stored.all():
+        near(dbias, eb.sum(0) if rows == "of all" else eb, 3)
+
+
+def test_on_the_meta_device():
+    W, _ = batch("values", device="cpu")
+    x, offsets = (
+        torch.empty(T, W.shape[-1], device="meta", dtype=W.dtype),
+        torch.empty(E, dtype=torch.int32, device="meta"),
+    )
+    y = bsr_grouped_linear(x, W.to("meta"), offsets=offsets)
+    assert y.is_meta and y.shape == (T, W.shape[1])
+
+
 def test_vmap(place):
     """Several inputs with one routing, as torch.func's vmap passes them."""
     W, _ = batch("values", device=place)

@@ -134,6 +134,14 @@ def test_advice_where_there_is_no_layer():
         assert len(swap(nn.Sequential(dense()), dense=True).changed) == 1
 
 
+def test_patterns_that_fit_nothing_the_filter_accepts():
+    model = nn.ModuleDict({"up": dense(), "down": dense()})
+    with pytest.raises(
+        ValueError, match=r"no pattern of config.density fits a layer that filter_fn accepts \('down'\)"
+    ):
+        sparsify_(model, SparsityConfig((32, 32), {"up": 0.5}), lambda module, fqn: fqn == "down")
+
+
 def test_patterns_that_fit_nothing():
     model = nn.ModuleDict({"up": dense(), "down": dense()})
     with pytest.raises(ValueError, match=r"the pattern '\*.up' of config.density fits none of the model's 2 nn.Linear"):

@@ -80,8 +80,12 @@ def check_supported(op: str, tensor: Tensor) -> None:
             "DTensor.from_local(y, mesh, placements)"
         )
     if tensor.is_nested:
+        jagged = tensor.layout is torch.jagged
+        first = (
+            "" if jagged else "make it jagged, x = torch.nested.nested_tensor(x.unbind(), layout=torch.jagged), and "
+        )
         raise TypeError(
-            f"{op} got a nested tensor; pass its packed rows, x.values(), and for attention also "
+            f"{op} got a nested tensor; {first}pass its packed rows, x.values(), and for attention also "
             "cu_seqlens_q=x.offsets().int() and cu_seqlens_k"
         )
 

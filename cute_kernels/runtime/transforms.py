@@ -146,7 +146,7 @@ class Raising(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, count, *gradients_and_sources):
-        return tuple(t.view_as(t) for t in gradients_and_sources[:count])
+        return tuple(t.detach() for t in gradients_and_sources[:count])  # not views, which refuse in-place operations
 
     @staticmethod
     def backward(ctx, *_):
@@ -178,6 +178,8 @@ def differentiable_once(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
+        if any(g is not None and g.is_neg() for g in gradients):  # of torch.complex and Tensor.conj
+            gradients = tuple(None if g is None else g.resolve_neg() for g in gradients)
         if not torch.is_grad_enabled() and not is_grads_batched(gradients[0]) and not is_grads_batched(gradients[-1]):
             return backward(ctx, *gradients)
         ctx = _Unpacked(ctx)

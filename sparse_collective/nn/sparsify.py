@@ -88,7 +88,8 @@ def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | No
     Raises:
         TypeError: `config` is no SparsityConfig.
         ValueError: `model` is an nn.Linear itself or has none, the filter accepts no layer, a pattern of the config
-            fits no layer, or two names of one layer have different densities. The model is as it was.
+            fits no layer, no pattern fits one that the filter accepts, or two names of one layer have different
+            densities. The model is as it was.
 
     Example:
         report = sparsify_(model, SparsityConfig((128, 128), 0.25), lambda module, fqn: ".mlp." in fqn)
@@ -103,6 +104,11 @@ def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | No
             experts.append(Change(name, shape, math.prod(shape), math.prod(shape), skipped=why))
     _check_patterns(model, config)
     densities = {m: _density("sparsify_", config, names) for m, names in chosen.items()}
+    if all(density is None for density in densities.values()) and not experts:
+        raise ValueError(
+            f"sparsify_: no pattern of config.density fits a layer that filter_fn accepts ({some_names(chosen)}); "
+            "widen one of them"
+        )
     report, made = Report(), {}
     for linear, density in densities.items():
         if density is None:
