@@ -15,6 +15,7 @@ from .explain import explain, explains, inspect
 from .ops import gemm
 from .quantize import quantize, quantize_gated
 from .runtime.device import path
+from .sparse24 import torch_functions as _torch_functions  # noqa: F401 (importing it makes W @ b of a Sparse24 a GEMM)
 from .sparse24.eager import plan_gemm
 from .sparse24.format import Sparse24, prune_2_4
 

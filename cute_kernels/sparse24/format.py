@@ -37,6 +37,7 @@ from ..checks import check_tensor
 from ..dtypes import FLOAT8
 from ..tile.element import VECTOR_BYTES
 from .cutlass import meta_of_cutlass, places_of_cutlass
+from .like_tensor import LikeTensor, Transposed24
 
 GROUP = 4  # columns, of which KEPT are stored
 KEPT = 2
@@ -83,7 +84,7 @@ def check_groups(name: str, w: Tensor) -> None:
         )
 
 
-class Sparse24:
+class Sparse24(LikeTensor):
     """A matrix of which at most 2 of every 4 neighbours in a row are not zero; `Sparse24.from_dense(w)` makes one.
 
     Attributes:
@@ -92,8 +93,9 @@ class Sparse24:
             of float8 are in another order than those of wider elements.
         shape: torch.Size((M, K)).
 
-    `gemm(W, b)` multiplies it; of float8 with its scale, `gemm(W, b, scale_a=scale)`. Immutable but for the contents of
-    `values`; the tensors are shared, not copied.
+    `gemm(W, b)` multiplies it; of float8 with its scale, `gemm(W, b, scale_a=scale)`. So do W @ b, x @ W.t(),
+    torch.matmul of the same and torch.nn.functional.linear(x, W, bias), all without gradients. Immutable but for the
+    contents of `values`; the tensors are shared, not copied.
     """
 
     __slots__ = ("metadata", "shape", "values")
@@ -212,6 +214,10 @@ class Sparse24:
         """(M, K), contiguous, with zeros where nothing is stored."""
         return expand(self.values, self.places())
 
+    def t(self) -> Transposed24:
+        """The (K, M) view for x @ W.t()."""
+        return Transposed24(self)
+
     def places(self) -> Tensor:
         """(M, K / 4, 2) int64: which two of each group are stored."""
         return unpack_metadata(self.metadata, *self.shape, self.dtype.itemsize)
@@ -234,6 +240,11 @@ class Sparse24:
     @property
     def device(self) -> torch.device:
         return self.values.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the values require a gradient, which GEMMs of a Sparse24 refuse."""
+        return self.values.requires_grad
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,97 @@
+"""What a Sparse24 has of torch.Tensor: `@`, the transposed view, sizes, and torch functions on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORKS = (
+    "with a Sparse24 W these work: W @ b, x @ W.t(), torch.matmul and torch.mm of the same, "
+    "torch.nn.functional.linear(x, W, bias) and cute_kernels.gemm(W, b); for anything else take W.to_dense()"
+)
+FUNCTIONS = {}  # torch function -> what it is with a Sparse24 among its arguments; see torch_functions.py
+
+
+class LikeTensor:
+    """What Sparse24 and its transposed view share."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # so that a NumPy array leaves `array @ W` to this class, which says what works
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """A torch function that was called with a Sparse24 among its arguments.
+
+        Raises:
+            TypeError: it is none of those that work, which the message lists.
+        """
+        if func not in FUNCTIONS:
+            raise TypeError(f"{getattr(func, '__name__', func)} does not take a Sparse24; {WORKS}")
+        return FUNCTIONS[func](*args, **(kwargs or {}))
+
+    def __matmul__(self, b: Tensor) -> Tensor:
+        return FUNCTIONS[torch.matmul](self, b)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return FUNCTIONS[torch.matmul](x, self)
+
+    @property
+    def T(self) -> LikeTensor:
+        """The transposed view, as t()."""
+        return self.t()
+
+    @property
+    def mT(self) -> LikeTensor:
+        """The transposed view, as t()."""
+        return self.t()
+
+    def dim(self) -> int:
+        return 2
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+
+class Transposed24(LikeTensor):
+    """The transposed view of a Sparse24 (M, K): the (K, M) right operand of x @ W.t().
+
+    Attributes:
+        base: the Sparse24, which `t()` returns.
+        shape: torch.Size((K, M)).
+    """
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: LikeTensor):
+        self.base = base
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.base.shape[::-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.base.requires_grad
+
+    def t(self) -> LikeTensor:
+        """The Sparse24 itself."""
+        return self.base
+
+    def to_dense(self) -> Tensor:
+        """(K, M), the transpose of the base's."""
+        return self.base.to_dense().t()
+
+    def __repr__(self) -> str:
+        return f"{self.base!r}.t()"
