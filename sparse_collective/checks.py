@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cute_kernels.checks import in_place_of
 from cute_kernels.dtypes import FLOAT8
+from cute_kernels.runtime.front import check_supported
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -122,6 +123,10 @@ def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> 
     for name, (t, _) in tensors.items():
         if not is_strided(t):
             raise TypeError(f"{name} must be a strided tensor, got {describe(t)}")
+        if (
+            t.is_nested or name != "values" and type(t) is not Tensor
+        ):  # values may be sharded, until they are multiplied
+            check_supported(f"BsrMatrix: {name}", t)
     check_dtypes(values.dtype, crow_indices.dtype, values.device, float8=True)
     if col_indices.dtype is not crow_indices.dtype:
         got = f"{crow_indices.dtype} and {col_indices.dtype}"

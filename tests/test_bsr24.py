@@ -317,7 +317,6 @@ def refusals() -> list:
         (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_linear(x, V, leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_gated_linear(leaf(x), V), RuntimeError, "does not compute gradients"),
-        (lambda: torch.func.vmap(lambda x: bsr_linear(x, V))(x[None]), RuntimeError, "outside of torch.func"),
         (lambda: bsr_grouped_linear(x, V, torch.zeros(1).int()), ValueError, "W is one matrix"),
         (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix or a"),
         (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
@@ -326,11 +325,17 @@ def refusals() -> list:
     ]
 
 
-@pytest.mark.parametrize("number", range(14))
+@pytest.mark.parametrize("number", range(13))
 def test_refusals(number):
     call, error, words = refusals()[number]
     with pytest.raises(error, match=words):
         call()
+
+
+def test_vmap(place):
+    V, x = sparse().to(place), normal(2, 24, 640, device=place)
+    y = torch.func.vmap(lambda x: bsr_linear(x, V))(x)
+    assert torch.equal(y, torch.stack([bsr_linear(item, V) for item in x]))
 
 
 def test_paths():

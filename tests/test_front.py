@@ -283,11 +283,21 @@ def test_dtensors_raise(mesh, compiled):
         assert torch.equal(f(sharded.to_local()), f(x)), name
 
 
+@pytest.mark.parametrize("name", ["crow_indices", "col_indices"])
+def test_dtensors_of_indices_raise(mesh, name):
+    W = random_bsr((64, 64), (32, 32), density=0.7)
+    tensors = {n: getattr(W, n) for n in ("crow_indices", "col_indices", "values")}
+    tensors[name] = DTensor.from_local(tensors[name], mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=f"{name} got a DTensor; .* x.to_local()"):
+        BsrMatrix(**tensors, shape=W.shape)
+
+
 def test_flops_are_counted(place):
     """As torch counts its own: two for each product of the operands' elements, stored ones of a sparse operand."""
     dtype = torch.float32 if place == "cpu" else torch.bfloat16
     a, b, x = (normal(*shape, device=place).to(dtype) for shape in ((16, 32), (32, 24), (128, 64)))
     W = random_bsr((64, 64), (32, 32), density=0.5).to(place).to(dtype)
+    V = random_bsr((128, 64), (128, 64), density=1.0).to(place).to(dtype)
     q = normal(2, 2, 16, 64, device=place).to(dtype)
     a.requires_grad_(), b.requires_grad_()
     leaf, rows, long = q.clone().requires_grad_(), q.movedim(2, 1).flatten(0, 1).contiguous(), q.new_ones(1, 1, 256, 64)
@@ -297,6 +307,7 @@ def test_flops_are_counted(place):
         (lambda: gemm(a.detach(), b.detach()), 2 * 16 * 24 * 32),
         (lambda: gemm(a, b, activation="gelu").sum().backward(), 3 * 2 * 16 * 24 * 32),
         (lambda: bsr_linear(x, W), 2 * W.values.numel() * 128),
+        (lambda: bsr_linear(x, V.prune_2_4()), V.values.numel() * 128),
         (lambda: attention(q, q, q), 4 * 2 * 2 * 16 * 16 * 64),
         (lambda: attention(leaf, q, q, causal=True).sum().backward(), 14 * 2 * 2 * 16 * 16 * 64),
         (lambda: attention(rows, rows, rows, cu_seqlens_q=cu, cu_seqlens_k=cu), 4 * 2 * (4 * 4 + 28 * 28) * 64),

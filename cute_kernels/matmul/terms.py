@@ -231,9 +231,9 @@ def traced_epilogue(op: str, function) -> Traced:
     if torch.is_grad_enabled():
         for t in found.used:
             if t.requires_grad or unpack_dual(t).tangent is not None:
+                write = "capture a Python number" if op == "torch.compile" else "write scale.detach().item() in it"
                 raise RuntimeError(
                     f"{what} reads a captured tensor that has a gradient, which the kernel does not compute. Apply it "
-                    "to the result instead, as in gemm(a, b) * scale; or, to treat it as a constant, write "
-                    "scale.detach().item() in the function"
+                    f"to the result instead, as in gemm(a, b) * scale; or, to treat it as a constant, {write}"
                 )
     return found

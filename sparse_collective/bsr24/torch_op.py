@@ -32,7 +32,11 @@ def _fake(op, *inputs, **terms):
     return torch_op._fake(op, False, *matrix, b, **terms)
 
 
-library.register(NAME, INPUTS, TERMS, _run, _fake)
+def _flops(op, crow_indices, col_indices, values, columns, check, metadata, b, *_, **__) -> int:
+    return torch_op._flops(op, False, crow_indices, col_indices, values, columns, check, b)
+
+
+library.register(NAME, INPUTS, TERMS, _run, _fake, flops=_flops)
 
 
 def traced_bsr24(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, out_dtype=None):
