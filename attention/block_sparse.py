@@ -11,6 +11,7 @@ import torch
 from cute_kernels.runtime import derived
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
+from cute_kernels.runtime.front import check_supported
 from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
 
@@ -159,6 +160,8 @@ def _converted(q, k, block_mask) -> BlockMask:
     if isinstance(block_mask, kept.ElementTensor):
         return kept.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):
+        if type(block_mask) is not torch.Tensor or block_mask.is_nested:
+            check_supported(OP, block_mask)
         if block_mask.layout is torch.sparse_bsr:
             return kept.of_torch_bsr(block_mask)
         return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))

@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts of the attention ops, as torch counts its own scaled_dot_product_attention: two for each
+"""FLOPs of the attention ops for FlopCounterMode, as torch counts its own scaled_dot_product_attention: two for each
 product, of all scores that a causal or windowed mask crosses, and of the blocks that a block mask lists."""
 
 import math

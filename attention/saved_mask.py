@@ -60,7 +60,7 @@ class SavedMask:
 
 
 def saved_mask(mask: BlockMask, causal: bool, kernel: bool) -> tuple[SavedMask, list[Tensor]]:
-    """What backward needs of a mask, after forward ran with it, and the tensors for save_for_backward.
+    """Return the mask that backward restores, after forward ran with it, and the tensors for save_for_backward.
 
     kernel: True if forward launched a kernel: its causal mask and the trace of its mask_mod exist then.
     """

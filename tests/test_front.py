@@ -292,6 +292,17 @@ def test_dtensors_of_indices_raise(mesh, name):
         BsrMatrix(**tensors, shape=W.shape)
 
 
+def test_masks_and_captured_tensors_that_no_kernel_reads(mesh):
+    q = torch.randn(1, 1, 256, 64)
+    mask = torch.ones(1, 2, 2, dtype=torch.bool)
+    sharded = DTensor.from_local(mask, mesh, [Shard(0)])
+    for blocks, kind in ((sharded, "DTensor"), (torch.nested.nested_tensor([mask, mask]), "nested tensor")):
+        with pytest.raises(TypeError, match=f"block_sparse_attention got a {kind}; .*pass"):
+            block_sparse_attention(q, q, q, blocks)
+        with pytest.raises(TypeError, match=r"a captured tensor is a DTensor or .*; capture x.to_local\(\)"):
+            attention(q, q, q, score_mod=lambda score, b, h, q, kv, blocks=blocks: score * blocks[b, h, h])
+
+
 def test_flops_are_counted(place):
     """As torch counts its own: two for each product of the operands' elements, stored ones of a sparse operand."""
     dtype = torch.float32 if place == "cpu" else torch.bfloat16

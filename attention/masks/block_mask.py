@@ -146,12 +146,12 @@ class BlockMask:
     def _check(self) -> None:
         if is_compiling():
             raise RuntimeError(
-                "torch.compile cannot trace the check of these lists, which synchronises; build the mask outside of "
+                "torch.compile cannot trace the check of these lists, which synchronizes; build the mask outside of "
                 "the compiled function, or with check=False"
             )
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph cannot capture the check of these lists, which synchronises; build the mask before the "
+                "a CUDA graph cannot capture the check of these lists, which synchronizes; build the mask before the "
                 "capture, or with check=False"
             )
         if any(block_lists.flags(self).tolist()):
@@ -362,7 +362,7 @@ class BlockMask:
         return block_slices.sliced(self, index)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks see, of the same lengths, blocksize and device; B and H may be 1 in one of them."""
+        """Return the mask of what both see; lengths, blocksize and device are equal, B and H may be 1 in one."""
         return block_slices.intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def tables(self) -> tuple[Tensor, Tensor]:

@@ -150,6 +150,8 @@ class State:
         if kind is types.FunctionType:
             return self.function(value)
         if isinstance(value, Tensor):
+            if value.is_nested or value.layout is not torch.strided:  # no strides; the trace says what is wrong
+                raise _Unreadable
             self.alive.append(weakref.ref(value))
             return id(value), value.shape, value.stride(), value.dtype, value.device
         if isinstance(value, type):

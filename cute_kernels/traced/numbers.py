@@ -53,7 +53,7 @@ def with_arguments(function: Callable, found: Traced) -> Traced:
 
 
 def code_of(function: Callable):
-    """What functions that differ in numbers have in common."""
+    """The code of a function or the class of an object: the same for all that differ in what they capture."""
     if isinstance(function, functools.partial):
         return code_of(function.func)
     if isinstance(function, types.MethodType):
@@ -73,7 +73,7 @@ def _replaced(program: Program, chosen: list[int], divisors: set[int]) -> Progra
 
 
 def _kind(node: Node, divisor: bool) -> Argument:
-    """Of integers: a range that contains the number, of few, so that kernels are few."""
+    """The argument for a constant. An integer gets one of a few ranges, so that few kernels are compiled."""
     if node.dtype not in BOUNDS:
         return Argument("float32" if node.dtype in HALF else node.dtype)
     ranges = ((1, NEAR),) if divisor else ((-NEAR, NEAR),)

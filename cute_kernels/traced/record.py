@@ -23,6 +23,7 @@ from ..runtime.torch_compat import (
     decomposition_of,
     has_tangent,
     is_composite,
+    is_dtensor,
     is_transformed,
     schema_of,
     tree_leaves,
@@ -76,7 +77,7 @@ class Traced:
 
     @property
     def operands(self) -> tuple:
-        """What the program is evaluated with, beside its inputs."""
+        """Tensors, and then numbers, that evaluate() takes beside the inputs."""
         return *self.tensors, *self.numbers
 
 
@@ -270,6 +271,8 @@ class _Values(TorchFunctionMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func not in VALUES and any(map(has_tangent, tensors)):
             recorder.fail("a captured tensor has a tangent, but the call has no forward-mode derivative; detach() it")
+        if any(is_dtensor(x) or x.is_nested for x in tensors):
+            recorder.fail("a captured tensor is a DTensor or a nested tensor; capture x.to_local() or x.values()")
         if any(map(is_transformed, tensors)):
             recorder.fail(
                 "a captured tensor belongs to a transform of torch.func, which would lose its derivative or its batch; "
