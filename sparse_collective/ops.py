@@ -339,8 +339,9 @@ def called(
         return without_gradient(op, terms, through_dispatcher, **more)
     if not through_dispatcher:
         try:
-            if differentiates and isinstance(W, BsrMatrix):
-                return differentiable(op, *terms, accumulation_dtype=accumulation_dtype, source=source)
+            if differentiates:
+                W = W if type(W) is BsrMatrix else eager.as_bsr(op, W)
+                return differentiable(op, W, *terms[1:], accumulation_dtype=accumulation_dtype, source=source)
             return eager.call(op, *terms, accumulation_dtype=accumulation_dtype)
         except NeedsDispatcher:
             pass

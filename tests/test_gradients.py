@@ -159,6 +159,20 @@ def test_a_second_derivative_is_refused(device):
         gradient.sum().backward()
 
 
+def test_a_torch_tensor_as_weight(device):
+    """Gradients of what a torch.sparse_bsr weight is multiplied with; those of its values need a BsrMatrix."""
+    W, x, bias = (
+        random_bsr((64, 96), (32, 32), density=0.5).to(device),
+        normal(8, 96, device=device),
+        normal(64, device=device),
+    )
+    x, bias, torch_W = leaf(x), leaf(bias), W.to_torch()
+    found, wanted = (torch.autograd.grad(bsr_linear(x, V, bias, "gelu").sum(), (x, bias)) for V in (torch_W, W))
+    assert all(map(torch.equal, found, wanted))
+    with pytest.raises(RuntimeError, match="does not compute gradients"):
+        bsr_linear(x, torch_W.requires_grad_())
+
+
 @pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
 def test_a_pattern_that_changes_before_backward(device, view):
     x = leaf(normal(8, 64, device=device))
