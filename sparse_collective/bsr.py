@@ -356,7 +356,7 @@ class BsrMatrix(Conversions, LikeTensor):
         _LEARNT[self.crow_indices] = Learnt(col, shape, self.blocksize, self.even, self.stats, self.plans)
 
     def _learnt(self) -> Learnt | None:
-        """What is known of the same index tensors, of a matrix of this shape and these blocks."""
+        """Return what is known of a matrix with the same index tensors, shape and blocks; None if nothing is."""
         learnt = _LEARNT.get(self.crow_indices)
         if learnt is None or learnt.col_indices() is not self.col_indices or learnt.blocksize != self.blocksize:
             return None

@@ -80,7 +80,7 @@ class Bsr(torch.autograd.Function):
 
 
 def versions_of(W: BsrMatrix) -> list[int] | None:
-    """How often the indices were written to; None if torch does not count it, as for tensors of inference mode."""
+    """Versions of the index tensors; None if torch does not count them, as for tensors of inference mode."""
     try:
         return [t._version for t in W.indices]
     except RuntimeError:

@@ -32,7 +32,7 @@ def register(
         fake: the same without out, of tensors without contents.
         more: the output after the first as a schema has it, such as "Tensor"; "" for a single output.
         gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
-        flops: a function of the op's arguments: what FlopCounterMode counts.
+        flops: a function of the op's arguments that returns the count for FlopCounterMode.
     """
     at, named = named_terms(inputs, terms)
 

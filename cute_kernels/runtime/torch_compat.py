@@ -150,7 +150,7 @@ def with_batch(tensor: Tensor, level: int) -> Tensor:
 
 
 def _raw_stream(index: int) -> int:
-    """What raw_stream returns, on a torch that does not have it."""
+    """Return the handle of a device's current stream, on a torch without the C function."""
     return torch.cuda.current_stream(index).cuda_stream
 
 
@@ -256,7 +256,7 @@ def guard_identity(fn) -> None:
 
 
 def _guard_identity(context) -> None:
-    """What a traced id(fn) does from torch 2.13 on."""
+    """Install the guard that a traced id(fn) installs from torch 2.13 on."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
     source = _variable(context.get_local("fn")).source

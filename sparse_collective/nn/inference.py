@@ -1,4 +1,4 @@
-"""What layers for inference share: a weight as buffers, one matrix of them, and their state."""
+"""Base classes of layers for inference: a weight as buffers, one matrix of them, and their state."""
 
 from __future__ import annotations
 

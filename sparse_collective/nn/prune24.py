@@ -152,7 +152,7 @@ def prune_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bo
 
 
 def hint_of(dense: bool) -> str:
-    """What to do where a model has none of these layers."""
+    """Advice for a model that has none of these layers."""
     return "" if dense else "; pass dense=True for its nn.Linear"
 
 

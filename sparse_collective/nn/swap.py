@@ -37,7 +37,7 @@ class Change:
 
 @dataclass
 class Report:
-    """What sparsify_, densify_, mask_2_4_, prune_2_4_ or quantize_ did, layer by layer; prints as a table."""
+    """Layers that sparsify_, densify_, mask_2_4_, prune_2_4_ or quantize_ changed or skipped; prints as a table."""
 
     changes: list[Change] = field(default_factory=list)
 
