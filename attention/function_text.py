@@ -1,10 +1,10 @@
 """A mask_mod or score_mod as a text, numbers and tensors, which the schema of a registered op can hold.
 
 The text names the code of functions and the classes of dataclasses of this process. What functions capture, their
-defaults, fields, and the tensors, numbers and functions among the globals that they name stand in it: constants by
-themselves, integers and tensors by index, so that other ones need no new graph. A float is a constant of the graph
-until torch.compile makes it an input; then it is the element of a float64 tensor. Alibi(slopes, 3) is
-["class Alibi", ["tensor", 0], ["int", 0]], with a shortened name.
+defaults, fields, and the tensors, numbers and functions among the globals that they name, or among the attributes of
+these, stand in it: constants by themselves, integers and tensors by index, so that other ones need no new graph. A
+float is a constant of the graph until torch.compile makes it an input; then it is the element of a float64 tensor.
+Alibi(slopes, 3) is ["class Alibi", ["tensor", 0], ["int", 0]], with a shortened name.
 
 torch.compile traces `written`. Inside of the op `rebuilt` makes the same function of stand-ins for the tensors, which
 have their shapes and one element, and traces it.
@@ -29,7 +29,7 @@ from cute_kernels.runtime.torch_compat import (
     local_variable,
     run_in_trace,
 )
-from cute_kernels.traced.libraries import library_scope
+from cute_kernels.traced.libraries import library_module, library_scope
 from cute_kernels.traced.memo import DYNAMIC, MOST, global_names
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
@@ -169,15 +169,16 @@ def _parts_of_function(context) -> None:
 
 
 def names_of_globals(code: types.CodeType, scope: dict, above: tuple = ()) -> list[str]:
-    """The globals of a function that are data, or functions that read such data or capture something.
+    """The globals of a function that are data, modules and objects of which it names such data alone, or functions that
+    read such data or capture something.
 
-    Others (modules, classes, objects) are looked up where the function is called.
+    Others (libraries, classes, dicts) are looked up where the function is called.
     """
     return [name for name in global_names(code) if name in scope and _is_data(scope[name], (*above, code))]
 
 
 def _is_data(value, above: tuple) -> bool:
-    """`above`: the code of the functions that lead to the value; none is followed twice."""
+    """`above`: the code of functions, and the objects, that lead to the value; none is followed twice."""
     if isinstance(value, (Tensor, *NUMBERS)):
         return True
     if isinstance(value, (tuple, list)):
@@ -186,9 +187,17 @@ def _is_data(value, above: tuple) -> bool:
         if library_scope(value.__globals__) or value.__code__ in above:
             return False
         return bool(value.__closure__ or names_of_globals(value.__code__, value.__globals__, above))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, type):
+        return False
+    if dataclasses.is_dataclass(value):
         return any(isinstance(getattr(value, field.name), Tensor) for field in dataclasses.fields(value))
-    return False
+    if isinstance(value, types.ModuleType) and library_module(value) or not hasattr(value, "__dict__"):
+        return False
+    if any(value is owner for owner in above):  # it refers to itself
+        return False
+    code = next(part for part in reversed(above) if isinstance(part, types.CodeType))
+    attributes = [getattr(value, name) for name in _names(code) if hasattr(value, name)]
+    return len(attributes) > 0 and all(_is_data(part, (*above, value)) for part in attributes)
 
 
 def _json_of(names: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ def read_score(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], dev
     others = [t for t, place in zip(found.tensors, places, strict=True) if place < 0]
     if any(t.requires_grad for t in (*others, *found.read)):
         raise RuntimeError(
-            "under torch.compile the gradient of a tensor that score_mod reads through a module or an object that is a "
+            "under torch.compile the gradient of a tensor that score_mod reads through a dict or a class that is a "
             "global would be lost; capture it: write the score_mod inside a function that has the tensor, or as a "
             "dataclass with it"
         )

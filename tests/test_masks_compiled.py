@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import types
 import weakref
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention import BlockMask, attention, block_sparse_attention, patterns
+from attention import BlockMask, attention, block_sparse_attention, function_text, patterns
 from cute_kernels.traced import memo, numbers
 
 from .mask_parts import N, operands
@@ -208,6 +209,7 @@ def test_the_same_kernel_as_eager_calls(monkeypatch):
     """With a causal mask beside it, a mask is traced to the same Program as without torch.compile."""
     monkeypatch.setattr(memo, "_OF_STATE", {})
     monkeypatch.setattr(numbers, "_SEEN", {})
+    monkeypatch.setattr(function_text, "_REBUILT", {})
     from attention.block_sparse import with_causal
     from attention.masks.element_mask import trace_mask
     from attention.masks.mask_text import read_mask, written_mask
@@ -247,6 +249,36 @@ def test_what_a_dataclass_reads_beside_its_fields(monkeypatch):
     assert_right(call, gradients_of_truth(call, dense, torch.ones_like(out)))
     out = run(*call, BlockMask.from_mask_mod(Captures(0), (N, N)))
     captured.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+SETTINGS = types.SimpleNamespace(reach=100, ids=IDS)
+MODULE = types.ModuleType("settings")
+vars(MODULE).update(vars(SETTINGS))
+
+
+def by_object(b, h, q, kv):
+    return (SETTINGS.ids[q] == SETTINGS.ids[kv]) | ((q - kv).abs() <= SETTINGS.reach)
+
+
+def by_module(b, h, q, kv):
+    return (MODULE.ids[q] == MODULE.ids[kv]) | ((q - kv).abs() <= MODULE.reach)
+
+
+@pytest.mark.parametrize(("mask_mod", "owner"), [(by_object, SETTINGS), (by_module, MODULE)])
+def test_attributes_of_globals_are_inputs_of_the_graph(monkeypatch, mask_mod, owner):
+    monkeypatch.setattr(owner, "ids", IDS.clone())
+    run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
+    for reach in (100, 30):
+        monkeypatch.setattr(owner, "reach", reach)
+        call, mask = [t.requires_grad_() for t in operands()], BlockMask.from_mask_mod(mask_mod, (N, N))
+        out, dense = run(*call, mask), mask.to_dense()
+        monkeypatch.setattr(owner, "reach", 7)
+        out.sum().backward()
+        assert_right(call, gradients_of_truth(call, dense, torch.ones_like(out)))
+    out = run(*call, mask)
+    owner.ids.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import shutil
-import types
 
 import pytest
 import torch
@@ -489,7 +488,7 @@ class TestCompile:
         "make, text",
         [
             (lambda t: lambda s, b, h, q, kv: s * t.exp()[h], "as a whole.*compute that outside of the function"),
-            (lambda t: lambda s, b, h, q, kv: s * HOLDER.table[h], "would be lost; capture it"),
+            (lambda t: lambda s, b, h, q, kv: s * HOLDER["table"][h], "would be lost; capture it"),
             (lambda t: scaled({"a": 1.0}), "not a dict; capture what of it is needed"),
             (lambda t: lambda s, b, h, q, kv, *, t=t: s * t[h], "no arguments by keyword"),
             (lambda t: lambda s, b, h, q, kv: s > 0, "floating-point"),
@@ -510,7 +509,7 @@ class TestCompile:
 
 
 GLOBAL = torch.ones(4, requires_grad=True)
-HOLDER = types.SimpleNamespace(table=GLOBAL)
+HOLDER = {"table": GLOBAL}
 
 
 class TestReadyMade:
