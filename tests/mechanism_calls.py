@@ -88,6 +88,7 @@ def of_product(op: str, case: products.Case, device: str) -> Subject:
     groups = args[2] if op == "bsr_grouped_linear" else None
     base = W if W is None or W.base is None else W.base
     if W is not None:
+        base.check_indices()  # which waits for the GPU, so that a capture refuses it
         names, tensors = [*names, "values"], [*tensors, base.values]
     extra = [name for name in ("bias", "residual") if name in terms]
     names, tensors = names + extra, tensors + [terms.pop(name) for name in extra]

@@ -269,6 +269,7 @@ def test_the_padded_layout(total, group_rows):
 def test_in_a_cuda_graph():
     """Forward and backward, without a synchronization; offsets change between replays."""
     W, _ = batch("values", device="cuda", grid=(8, 8))
+    W.check_indices()  # which waits for the GPU
     x, bias = normal(T, W.shape[-1], device="cuda"), normal(E, W.shape[1], device="cuda")
     offsets, dy = offsets_of(ENDS["tail"], "cuda"), normal(T, W.shape[1], device="cuda")
 

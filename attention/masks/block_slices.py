@@ -81,6 +81,13 @@ def sliced(mask, index):
     return type(mask)(*lists, **facts, check=False)
 
 
+def _clamped(at: int | None, size: int, default: int) -> int:
+    """The bound of a slice as a number from 0 to size."""
+    if at is None:
+        return default
+    return max(at + size, 0) if at < 0 else min(at, size)
+
+
 def _positions(part, size: int, what: str, device: torch.device) -> Tensor | None:
     """The selected numbers among `size`, int64 (n,); None for all of them."""
     if isinstance(part, Tensor):
@@ -92,9 +99,11 @@ def _positions(part, size: int, what: str, device: torch.device) -> Tensor | Non
             raise ValueError(f"the index of a {what} is on {part.device}, the mask on {device}; move it with .to()")
         return part.reshape(-1).long()
     if isinstance(part, slice):
-        begin, end, step = part.indices(size)
+        step = 1 if part.step is None else part.step
         if step < 1:
             raise ValueError(f"the step of a slice must be at least 1, got {step}")
+        # As slice.indices, which torch.compile does not trace on torch 2.11.
+        begin, end = (_clamped(at, size, default) for at, default in ((part.start, 0), (part.stop, size)))
         if (begin, end, step) == (0, size, 1):
             return None
         return torch.arange(begin, max(begin, end), step, device=device)
