@@ -139,9 +139,14 @@ def judge(s: Subject, tensors, leaves, found, exact) -> None:
 # -- forward and backward -----------------------------------------------------------------------------------------
 
 
-def backward_of(run: Callable, s: Subject, draw: random.Random) -> None:
-    """Forward and backward() of random inputs and output gradients."""
+def backward_of(run: Callable, s: Subject, draw: random.Random, compiled: bool = False) -> None:
+    """Forward and backward() of random inputs and output gradients.
+
+    compiled: by inductor, whose own kernels read gradients at multiples of 16 bytes, whatever their address.
+    """
     dys = output_gradients(s, draw)
+    if compiled:
+        dys = [dy if dy.data_ptr() % 16 == 0 else dy.clone() for dy in dys]
     exact, (tensors, leaves) = exact_gradients(s, dys), leaves_of(s, draw)
     torch.autograd.backward(run(*tensors), dys)
     judge(s, tensors, leaves, [t.grad for t in leaves], exact)

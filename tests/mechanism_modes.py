@@ -229,7 +229,7 @@ def compile_autograd(s, draw, device):
     if s.traceable:
         run = compiled(s, draw, device)
         for _ in range(2 if device == "cpu" else 4):
-            backward_of(run, s, draw)
+            backward_of(run, s, draw, compiled=True)
 
 
 @mechanism
@@ -244,7 +244,7 @@ def compile_others(s, draw, device):
         torch._dynamo.reset()
         write_between(torch.compile(s.run, backend="aot_eager", fullgraph=True), s, draw)
     elif form == "checkpoint":
-        backward_of(lambda *given: checkpoint(run, *given, use_reentrant=False), s, draw)
+        backward_of(lambda *given: checkpoint(run, *given, use_reentrant=False), s, draw, compiled=True)
     else:
         with torch.no_grad():
             expected = [y.detach() for y in s.run(*s.tensors)]
