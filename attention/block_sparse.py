@@ -140,8 +140,9 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
     A mask that is as many rows as columns longer is cropped: each row keeps its position, counted from either end.
     """
-    checks.check_tensor(Q_NAME, q)
-    checks.check_tensor(K_NAME, k)
+    if type(q) is not torch.Tensor or type(k) is not torch.Tensor:
+        checks.check_tensor(Q_NAME, q)
+        checks.check_tensor(K_NAME, k)
     mask = block_mask if isinstance(block_mask, BlockMask) else _converted(q, k, block_mask)
     if q.dim() == 4 and q.size(2) != mask.lengths[0] and k.dim() == 4:
         lengths = q.size(2), k.size(2)

@@ -243,12 +243,16 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
     """block_sparse_attention outside of a trace; see _attention."""
     op, out, sinks = "block_sparse_attention", terms["out"], terms["sinks"]
     scales = terms["q_scale"], terms["k_scale"], terms["v_scale"]
-    check_front(op, q, k, v, sinks, out, *scales)  # before the mask is converted
-    captured = ()
+    differentiable = out is None and watched(q, k, v, sinks)
+    # Asked before a function is traced, and before another form of mask is converted.
+    ask = differentiable or score_mod is not None or not isinstance(block_mask, BlockMask)
+    if ask or hidden() or getattr(q, "is_nested", False):
+        check_front(op, q, k, v, sinks, out, *scales)
     if score_mod is not None:
         score = _bound(op, score_mod, q)
-        terms, captured = terms | {"score_mod": score}, score.tensors
-    if out is not None or not watched(q, k, v, sinks, *captured) or not isinstance(terms["return_lse"], bool):
+        terms = terms | {"score_mod": score}
+        differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
+    if not differentiable or not isinstance(terms["return_lse"], bool):
         return eager.block_sparse_attention(q, k, v, block_mask, **terms)
     checks.check_differentiable(op, k, v, scales)
     options = {name: terms[name] for name in (*OPTIONS, "score_mod") if name in terms}
