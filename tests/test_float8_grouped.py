@@ -258,10 +258,10 @@ def test_no_gradient_is_dropped_in_silence(place, name):
             assert not bsr_grouped_linear(x, W, numbers_of(GROUPS, place), bias, scale_x=scale).requires_grad
 
 
-def test_transforms_are_refused():
-    W = experts()
-    with pytest.raises(RuntimeError, match="outside of torch.func"):
-        torch.func.vmap(lambda x: bsr_grouped_linear(x, W, numbers_of(GROUPS)))(numbers(2, 384, 320))
+def test_vmap():
+    W, x, groups = experts(), numbers(2, 384, 320), numbers_of(GROUPS)
+    found = torch.func.vmap(lambda x: bsr_grouped_linear(x, W, groups))(x)
+    assert torch.equal(found, torch.stack([bsr_grouped_linear(item, W, groups) for item in x]))
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------------

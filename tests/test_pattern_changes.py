@@ -362,7 +362,7 @@ def test_made_again_in_its_own_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr("cute_kernels.runtime.derived.raw_stream", lambda index: state.stream)
-    source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=None)
+    source = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device=torch.device("cpu"))
     memo, owners = Derived(), []
 
     def get(version: int, owner: str) -> list:
