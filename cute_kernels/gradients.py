@@ -8,8 +8,6 @@ computes it again, and all inputs are saved.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,35 +26,28 @@ def saved_of(activation: str | None, epilogue) -> str:
     return {None: "", "relu": "y"}.get(activation, "z")
 
 
-def with_saved(run: Callable, activation: str | None, epilogue) -> tuple[Tensor, Tensor | None]:
-    """(y, what saved_of says of it): run(with_z) gives y, or (y, z)."""
-    saved = saved_of(activation, epilogue)
-    if saved == "z":
-        return run(True)
-    y = run(False)
-    return y, y if saved == "y" else None
-
-
 def through_epilogue(
-    dy: Tensor,
-    activation: str | None,
-    epilogue,
-    saved: Tensor | None,
-    sums: bool,
+    dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: torch.dtype | None,
     gradient: Callable = epilogue_gradient,
-) -> tuple[Tensor, Tensor | None]:
-    """(dz, the sums of its columns in fp32 or None), of dy's shape and dtype.
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(dz, the sums of its columns), of dy's shape and dtype.
 
+    sums: the dtype of the second, which are added up in fp32; None where they are not wanted.
     gradient: epilogue_gradient, or the op of it.
     """
     if activation is None and epilogue is None:
-        return dy, column_sums(dy) if sums else None
-    return gradient(dy, saved, activation, epilogue, sums)
+        return dy, None if sums is None else column_sums(dy, sums)
+    dz, total = gradient(dy, saved, activation, epilogue, sums is not None)
+    return dz, total if sums is None or total.dtype is sums else total.to(sums)
 
 
-def column_sums(t: Tensor) -> Tensor:
-    """Of (..., columns): (columns,), in fp32, of float64 in float64."""
-    return t.unsqueeze(0).flatten(0, -2).sum(0, dtype=accumulator(t.dtype))  # reshape(-1, 0) is an error
+def column_sums(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of (..., columns): (columns,) of this dtype, added up in fp32, of float64 in float64."""
+    if t.dim() != 2:
+        t = t.unsqueeze(0).flatten(0, -2)  # reshape(-1, 0) is an error
+    if dtype is t.dtype or dtype is torch.float32:  # torch adds up in fp32 and rounds once, in one kernel
+        return t.sum(0, dtype=dtype)
+    return t.sum(0, dtype=accumulator(t.dtype)).to(dtype)
 
 
 def of_columns(bias: Tensor | None) -> bool:
@@ -64,86 +55,94 @@ def of_columns(bias: Tensor | None) -> bool:
     return bias is not None and (bias.dim() == 1 or bias.shape[0] == 1 and bias.dim() == 2 and bias.shape[1] > 1)
 
 
-class Like(NamedTuple):
-    """Shape and dtype of a tensor that is not saved."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Like":
-        return cls(tensor.shape, tensor.dtype)
-
-
 def operands_to_save(a: Tensor, b: Tensor, needed: tuple) -> tuple[Tensor | None, Tensor | None]:
     """a and b, where the gradient of the other one is needed; needed: whether those of a and b are."""
     return a if needed[1] else None, b if needed[0] else None
 
 
-def sum_to(gradient: Tensor, like: Tensor | Like) -> Tensor:
-    """The gradient of a tensor, of its dtype; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
-    if gradient.shape == like.shape:
-        return gradient.to(like.dtype)
-    added = gradient.dim() - len(like.shape)
-    dims = [*range(added), *(i + added for i, n in enumerate(like.shape) if n == 1 != gradient.shape[i + added])]
-    return gradient.sum(dims, keepdim=True, dtype=accumulator(gradient.dtype)).reshape(like.shape).to(like.dtype)
+def sum_to(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of a tensor; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
+    if gradient.shape == shape:
+        return gradient if gradient.dtype is dtype else gradient.to(dtype)
+    added = gradient.dim() - len(shape)
+    dims = [*range(added), *(i + added for i, n in enumerate(shape) if n == 1 != gradient.shape[i + added])]
+    return gradient.sum(dims, keepdim=True, dtype=accumulator(gradient.dtype)).reshape(shape).to(dtype)
 
 
 class Gemm(torch.autograd.Function):
     """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's.
 
-    epilogue: a Program, so that backward differentiates the function as it was in forward.
+    Where backward reads z, it is a second output: autograd then finds from it to all inputs, so that a derivative of a
+    gradient raises by whichever input it is asked for. Not to be applied under a transform of torch.func.
     """
 
     @staticmethod
-    def forward(ctx, a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision):
-        def run(with_z):
-            terms = bias, activation, residual, alpha, beta, None, out_dtype, epilogue
-            return eager.gemm(a, b, *terms, with_z, accumulation_dtype=accumulation_dtype, precision=precision)
-
-        y, saved = with_saved(run, activation, epilogue)
-        ctx.save_for_backward(*operands_to_save(a, b, ctx.needs_input_grad), bias, saved)
-        ctx.like = Like.of(a), Like.of(b)
-        ctx.terms, ctx.path = (activation, alpha, beta, epilogue), forced_path()
-        ctx.precision = precision
-        return y
+    def forward(ctx, call, a, b, bias, residual):
+        activation, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision = call
+        saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
+        result = eager.gemm(
+            a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue, saved == "z", None, None, False,
+            accumulation_dtype, None, None, precision,
+        )  # fmt: skip
+        kept = result[1] if saved == "z" else result if saved == "y" else None
+        ctx.save_for_backward(*operands_to_save(a, b, ctx.needs_input_grad[1:]), bias, kept)
+        ctx.set_materialize_grads(False)
+        ctx.like = a.shape, a.dtype, b.shape, b.dtype
+        ctx.call, ctx.path = call, forced_path()
+        return result
 
     @staticmethod
     @differentiable_once
     @in_forwards_path
-    def backward(ctx, dy):
-        product = partial(_product, precision=ctx.precision)
-        return gemm_backward(
-            product, epilogue_gradient, ctx.saved_tensors, ctx.like, *ctx.terms, ctx.needs_input_grad, dy
-        )
+    def backward(ctx, dy, _=None):
+        activation, alpha, beta, _, epilogue, _, precision = ctx.call
+
+        def product(a, b, alpha):
+            more = None, None, False, None, None, None, precision
+            return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None, False, *more)
+
+        terms = ctx.saved_tensors, ctx.like, activation, alpha, beta, epilogue, ctx.needs_input_grad[1:]
+        return None, *gemm_backward(product, epilogue_gradient, *terms, dy)
 
 
-def _product(a: Tensor, b: Tensor, alpha: float, precision: str | None) -> Tensor:
-    return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None, precision=precision)
+_apply = super(torch.autograd.Function, Gemm).apply  # Gemm.apply without torch.func's part, some 3 us a call
+
+
+def differentiable(
+    a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
+) -> Tensor:
+    """gemm of arguments that autograd watches, outside of transforms of torch.func.
+
+    epilogue: a Program, so that backward differentiates the function as it was in forward.
+    """
+    call = activation, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
+    result = _apply(call, a, b, bias, residual)
+    return result[0] if type(result) is tuple else result
 
 
 def gemm_backward(
     product: Callable, gradient: Callable, saved: tuple, like: tuple, activation, alpha, beta, epilogue, needed: tuple,
     dy: Tensor,
 ) -> tuple:  # fmt: skip
-    """The gradients of all eleven inputs of Gemm.
+    """The gradients of a, b, bias and residual.
 
     Args:
         product: (a, b, alpha) -> alpha * a @ b; gradient: epilogue_gradient; or both the ops of them.
         saved: (a, b, bias, y or z); a and b are None where operands_to_save says so.
-        like: (Like, Like) of a and b.
+        like: shape and dtype of a, and of b.
+        needed: of the same four, whether a gradient is.
     """
-    (a, b, bias, kept), (needs_a, needs_b, needs_bias, _, needs_residual, *_) = saved, needed
-    like_a, like_b = like
-    sums = needs_bias and of_columns(bias)
+    (a, b, bias, kept), (needs_a, needs_b, needs_bias, needs_residual) = saved, needed
+    shape_a, dtype, shape_b, dtype_b = like
+    sums = bias.dtype if needs_bias and of_columns(bias) else None
     dz, total = through_epilogue(dy, activation, epilogue, kept, sums, gradient)
-    operand = dz.to(like_a.dtype)
-    da = sum_to(product(operand, b.mT, alpha), like_a) if needs_a else None
-    db = sum_to(product(a.mT, operand, alpha), like_b) if needs_b else None
+    operand = dz if dz.dtype is dtype else dz.to(dtype)
+    da = sum_to(product(operand, b.mT, alpha), shape_a, dtype) if needs_a else None
+    db = sum_to(product(a.mT, operand, alpha), shape_b, dtype_b) if needs_b else None
     dbias = None
     if needs_bias:
-        dbias = total.view_as(bias).to(bias.dtype) if sums else sum_to(dz, bias)
+        dbias = sum_to(dz, bias.shape, bias.dtype) if sums is None else total.view(bias.shape)
     dresidual = None
     if needs_residual:  # one that was not read has a gradient of 0, whatever dz is
-        dresidual = dz * beta if beta != 0 else torch.zeros_like(dz)
-    return da, db, dbias, None, dresidual, *(None,) * 6
+        dresidual = dz if beta == 1 else dz * beta if beta != 0 else torch.zeros_like(dz)
+    return da, db, dbias, dresidual

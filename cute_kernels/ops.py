@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import eager
 from .checks import narrow, scaled, watched
+from .gradients import differentiable
 from .matmul.terms import epilogue_program
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import NeedsDispatcher, dispatched, hidden
@@ -104,40 +105,46 @@ def gemm(
         RuntimeError: an argument requires a gradient, and `out` is given, operands or the output are float8, or a is a
             Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
     """
-    if any_autocast() and out is None and precision is None:
+    compiling, casts = torch.compiler.is_compiling(), any_autocast()
+    watches = out is None and watched(a, b, bias, residual)
+    plain = epilogue is None and type(a) is not Sparse24 and type(b) is not Sparse24
+    if watches and (scaled(a, scale_a, scale_b, fast_accumulation) or narrow(out, out_dtype, scale_out, amax)):
+        watches = False  # and the call raises
+    if plain and not (compiling or casts or hidden()):
+        try:
+            if watches:
+                sums = accumulation_dtype, precision
+                return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *sums)
+            return eager.gemm(
+                a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
+                fast_accumulation, accumulation_dtype, scale_out, amax, precision,
+            )  # fmt: skip
+        except NeedsDispatcher:
+            pass
+    if casts and out is None and precision is None:
         a, b, residual = cast_product(a, b, residual, out_dtype)
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     given = scale_a, scale_b, fast_accumulation
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
         sparse24.check_wide(scale_out, amax, precision)
-        if torch.compiler.is_compiling() or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, *given[:2]):
+        if compiling or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, *given[:2]):
             from .sparse24.torch_op import traced_gemm as run
         else:
             run = sparse24.gemm
         return run(a, b, *terms, *given, accumulation_dtype)
-    differentiable = out is None and watched(a, b, bias, residual)
-    differentiable = differentiable and not (scaled(a, *given) or narrow(out, out_dtype, scale_out, amax))
     more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
     more |= {"accumulation_dtype": accumulation_dtype, "scale_out": scale_out, "amax": amax}
     more["precision"] = precision
-    if not torch.compiler.is_compiling():
-        ask = differentiable or epilogue is not None or hidden()
-        if not ask or not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
-            try:
-                if not differentiable:
-                    return eager.gemm(a, b, *terms, **more)
-                return with_gradient(a, b, *terms, accumulation_dtype, precision)
-            except NeedsDispatcher:
-                pass
+    if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
+        try:
+            if not watches:
+                return eager.gemm(a, b, *terms, **more)
+            if epilogue is not None:  # here, where captured tensors can be seen to require gradients
+                epilogue = epilogue_program("gemm", epilogue)
+            sums = accumulation_dtype, precision
+            return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *sums)
+        except NeedsDispatcher:
+            pass
     from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
 
     return traced_gemm(a, b, *terms, **more)
-
-
-def with_gradient(a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, *others) -> Tensor:
-    """gemm of arguments that require gradients, without out."""
-    from .gradients import Gemm
-
-    if epilogue is not None:  # here, where captured tensors can be seen to require gradients
-        epilogue = epilogue_program("gemm", epilogue)
-    return Gemm.apply(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *others)

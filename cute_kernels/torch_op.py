@@ -14,7 +14,7 @@ from . import eager
 from .checks import check_device, check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import eager as epilogue_gradients
-from .gradients import Like, gemm_backward, operands_to_save, saved_of
+from .gradients import gemm_backward, operands_to_save, saved_of
 from .matmul.terms import check_one_number, traced_epilogue
 from .runtime import library
 from .runtime.front import check_traced, undisturbed
@@ -152,14 +152,17 @@ def _setup_context(ctx, inputs, output):
     again = kept is None and saved_of(activation, epilogue)  # backward computes z, for which it reads all of them
     saved = (a, b, bias, residual) if again else (*operands_to_save(a, b, ctx.needs_input_grad), bias, None)
     ctx.save_for_backward(*saved, kept)
-    ctx.like = Like.of(a), Like.of(b)
+    ctx.like = a.shape, a.dtype, b.shape, b.dtype
     ctx.terms, ctx.sums = (activation, alpha, beta, epilogue), (accumulation_dtype, precision)
 
 
 def _backward(ctx, dy, *_):
     activation, alpha, beta, epilogue = ctx.terms
     given, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # without the last that are their defaults
-    needed, (_, precision) = (*ctx.needs_input_grad, *(False,) * (11 - given)), ctx.sums
+    (needs_a, needs_b, needs_bias, _, needs_residual, *_), (_, precision) = (
+        (*ctx.needs_input_grad, *(False,) * 11),
+        ctx.sums,
+    )
     a, b, bias, residual, kept = ctx.saved_tensors
     if kept is None and saved_of(activation, epilogue):
         kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None, *ctx.sums)
@@ -167,8 +170,10 @@ def _backward(ctx, dy, *_):
     def product(a, b, alpha):
         return gemm(a, b, None, None, None, alpha, precision=precision)
 
-    saved, terms = (a, b, bias, kept), (activation, alpha, beta, epilogue)
-    return gemm_backward(product, epilogue_gradient, saved, ctx.like, *terms, needed, dy)[:given]
+    saved, needed = (a, b, bias, kept), (needs_a, needs_b, needs_bias, needs_residual)
+    terms = saved, ctx.like, activation, alpha, beta, epilogue, needed
+    da, db, dbias, dresidual = gemm_backward(product, epilogue_gradient, *terms, dy)
+    return (da, db, dbias, None, dresidual, *(None,) * 6)[:given]
 
 
 def _run_with_z(a, b, *, out, epilogue, **terms):

@@ -13,6 +13,7 @@ of blocks.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,12 +21,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
 from cute_kernels.runtime.derived import Again, Derived, state_of
 from cute_kernels.runtime.front import check_supported
+from cute_kernels.runtime.graphs import lasting_memory
 
 from . import checks as arguments
 from . import index_check
@@ -38,13 +39,15 @@ __all__ = ["BsrMatrix", "random_bsr"]
 INT32_MAX = 2**31 - 1
 MOST_FORMS = 16  # of values for one pattern, that are remembered
 
-_LEARNT = WeakTensorKeyDictionary()  # crow_indices of known patterns -> Learnt
+# id of the crow_indices of a known pattern -> Learnt. torch's WeakTensorKeyDictionary takes 1 us for what takes 0.1.
+_LEARNT: dict[int, Learnt] = {}
 
 
 @dataclass(eq=False)
 class Learnt:
     """What is known of the pattern of two index tensors, for matrices that live for one call."""
 
+    crow_indices: weakref.ref
     col_indices: weakref.ref
     shape: tuple[int, ...]  # without the batch
     blocksize: tuple[int, int]
@@ -52,6 +55,26 @@ class Learnt:
     stats: PatternStats
     plans: Derived | None
     forms: dict[tuple, dict] = field(default_factory=dict)  # what met_before is asked for -> a matrix's attributes
+
+
+def learnt_of(crow_indices: Tensor, col_indices: Tensor) -> Learnt | None:
+    """What is known of the pattern of these two tensors."""
+    learnt = _LEARNT.get(id(crow_indices))
+    if learnt is None or learnt.crow_indices() is not crow_indices or learnt.col_indices() is not col_indices:
+        return None
+    return learnt
+
+
+def remember(crow_indices: Tensor, col_indices: Tensor, *facts: object) -> None:
+    """Keep the other fields of Learnt as long as crow_indices lives."""
+    number = id(crow_indices)
+
+    def forget(reference: weakref.ref) -> None:
+        learnt = _LEARNT.get(number)
+        if learnt is not None and learnt.crow_indices is reference:  # and no tensor that came to its place
+            del _LEARNT[number]
+
+    _LEARNT[number] = Learnt(weakref.ref(crow_indices, forget), weakref.ref(col_indices), *facts)
 
 
 def met_before(
@@ -62,8 +85,8 @@ def met_before(
     form: the shape, dtype and device of values, and all else that the matrix was made of, hashable. scales: as the
     matrix stores them, (1,) or one for each block.
     """
-    learnt = _LEARNT.get(crow_indices)
-    if learnt is None or learnt.col_indices() is not col_indices or not values.is_contiguous():
+    learnt = learnt_of(crow_indices, col_indices)
+    if learnt is None or not values.is_contiguous():
         return None
     if scales is not None and not scales.is_contiguous():
         return None
@@ -72,7 +95,7 @@ def met_before(
         return None
     matrix = object.__new__(BsrMatrix)
     tensors = {"crow_indices": crow_indices, "col_indices": col_indices, "stored": values, "stored_scales": scales}
-    matrix._set_quickly(**tensors, **attributes)
+    matrix.__dict__.update(attributes, **tensors)
     return matrix
 
 
@@ -127,21 +150,6 @@ class BsrMatrix(Conversions, LikeTensor):
     stats: PatternStats  # of block columns that its rows need, where known; what kernels are chosen by
     key: tuple  # what an op's plan depends on, hashable
     plans: Derived | None  # what kernels must know of the pattern, made when first needed; None where it is not kept
-    __slots__ = (
-        "crow_indices",
-        "col_indices",
-        "stored",
-        "stored_scales",
-        "base",
-        "numbers",
-        "shape",
-        "blocksize",
-        "batch",
-        "nnz",
-        "plans",
-        "even",
-    )
-    __slots__ += ("n_block_rows", "n_block_cols", "check", "checked", "stats", "key", "__weakref__")
 
     def __init__(
         self,
@@ -179,13 +187,8 @@ class BsrMatrix(Conversions, LikeTensor):
         self._set_stats(NOT_KNOWN)
 
     def _set(self, **attributes: object) -> None:
-        for name, value in attributes.items():
+        for name, value in attributes.items():  # self.__dict__.update is faster, and torch.compile does not trace it
             object.__setattr__(self, name, value)
-
-    def _set_quickly(self, **attributes: object) -> None:
-        """The same in less time, which torch.compile does not trace."""
-        for name, value in attributes.items():
-            _SETTERS[name](self, value)
 
     def _set_stats(self, stats: PatternStats) -> None:
         dtypes = self.stored.dtype, self.crow_indices.dtype
@@ -238,30 +241,40 @@ class BsrMatrix(Conversions, LikeTensor):
         if self.base is not None:
             return self.base
         view = object.__new__(BsrMatrix)
+        own = {"stored": self.stored, "stored_scales": self.stored_scales, "base": self}
+        own |= {"check": self.check, "checked": self.checked}
         if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
-            put, (crow, col, numbers, plans) = view._set, self._transposed_index()  # by torch, so that it is no Again
-        else:
-            put, made = view._set_quickly, self.derived(("transposed",), self._transposed_index, _indices_of)
-            crow, col, numbers, plans = made
-        shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
-        stored = self.stored
-        put(
-            crow_indices=crow, col_indices=col, stored=stored, stored_scales=self.stored_scales, base=self,
-            numbers=numbers, shape=shape,
-            blocksize=(bk, bm), batch=self.batch, nnz=self.nnz, check=self.check, checked=self.checked, even=False,
-            n_block_rows=self.n_block_cols, n_block_cols=self.n_block_rows, plans=plans, stats=NOT_KNOWN,
-            key=(shape, (bk, bm), *self.key[2:-2], NOT_KNOWN, True),
-        )  # fmt: skip
+            crow, col, numbers, plans, _ = self._transposed_index()  # by torch, so that it is no Again
+            view._set(**self._transposed_facts(crow, col, numbers, plans), **own)
+            return view
+        made = self.known(("transposed",), _indices_of)
+        if made is None:
+            made = self.derived(("transposed",), self._transposed_index, _indices_of)
+        facts = made[4].get(self.key)
+        if facts is None:
+            facts = made[4][self.key] = self._transposed_facts(*made[:4])
+        view.__dict__.update(facts, **own)
         return view
+
+    def _transposed_facts(self, crow: Tensor, col: Tensor, numbers: Tensor, plans: Derived) -> dict[str, object]:
+        """Attributes of the transposed view that do not depend on values."""
+        shape, (bm, bk) = (*self.shape[:-2], *self.shape[:-3:-1]), self.blocksize
+        return {
+            "crow_indices": crow, "col_indices": col, "numbers": numbers, "shape": shape, "blocksize": (bk, bm),
+            "batch": self.batch, "nnz": self.nnz, "even": False, "n_block_rows": self.n_block_cols,
+            "n_block_cols": self.n_block_rows, "plans": plans, "stats": NOT_KNOWN,
+            "key": (shape, (bk, bm), *self.key[2:-2], NOT_KNOWN, True),
+        }  # fmt: skip
 
     T = mT = property(t)
 
-    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived] | Again:
-        """(crow_indices, col_indices, numbers) of the transpose, and a place for what kernels must know of it."""
+    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived, dict] | Again:
+        """(crow_indices, col_indices, numbers) of the transpose, a place for what kernels must know of it, and one for
+        attributes of views by the matrices' keys."""
         if self.check and self.device.type != "meta" and not torch.compiler.is_compiling():  # a graph's op checks
             self.check_indices()
         made, again = index_of(self.crow_indices, self.col_indices, self.n_block_cols)
-        made = *made, Derived()
+        made = *made, Derived(), {}
         return made if again is None else Again(made, again)
 
     def _with_tensors(
@@ -296,14 +309,21 @@ class BsrMatrix(Conversions, LikeTensor):
 
         For what outlives the values, as a node of autograd does; `holding` gives it values again.
         """
-        return self.holding(self.stored.detach().new_empty(()).expand(self.stored.shape))
+        return self.holding(_one_element(self.dtype, self.device).expand(self.stored.shape))
 
     def holding(self, stored: Tensor) -> BsrMatrix:
         """This matrix or view with another `stored` of the same shape, dtype and device; nothing is checked."""
         other = object.__new__(BsrMatrix)
         base = None if self.base is None else self.base.holding(stored)
-        other._set_quickly(**{name: getattr(self, name) for name in _OF_PATTERN}, stored=stored, base=base)
+        other.__dict__.update(self.__dict__, stored=stored, base=base)
         return other
+
+    def known(self, key: tuple, tensors_of: Callable = tuple, *, rows_alone: bool = False):
+        """What `derived` would return without making it, else None."""
+        state = state_of(self.crow_indices) if rows_alone else state_of(self.crow_indices, self.col_indices)
+        if state is None or self.plans is None:
+            return None
+        return self.plans.known(key, self.crow_indices, state, tensors_of)
 
     def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple, *, rows_alone: bool = False):
         """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
@@ -352,15 +372,15 @@ class BsrMatrix(Conversions, LikeTensor):
             self._set(plans=learnt.plans)
             if (learnt.even, learnt.stats) == (self.even, self.stats):
                 return
-        col, shape = weakref.ref(self.col_indices), self.shape[-2:]
-        _LEARNT[self.crow_indices] = Learnt(col, shape, self.blocksize, self.even, self.stats, self.plans)
+        facts = self.shape[-2:], self.blocksize, self.even, self.stats, self.plans
+        remember(self.crow_indices, self.col_indices, *facts)
 
     def _learnt(self) -> Learnt | None:
         """Return what is known of a matrix with the same index tensors, shape and blocks; None if nothing is."""
-        learnt = _LEARNT.get(self.crow_indices)
-        if learnt is None or learnt.col_indices() is not self.col_indices or learnt.blocksize != self.blocksize:
+        learnt = learnt_of(self.crow_indices, self.col_indices)
+        if learnt is None or learnt.blocksize != self.blocksize or learnt.shape != self.shape[-2:]:
             return None
-        return learnt if learnt.shape == self.shape[-2:] else None
+        return learnt
 
     def recall(self, form: tuple | None = None) -> None:
         """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
@@ -372,8 +392,8 @@ class BsrMatrix(Conversions, LikeTensor):
         self._set(even=even, plans=plans)
         self._set_stats(stats)
         if learnt and form is not None and len(learnt.forms) < MOST_FORMS:
-            tensors = "crow_indices", "col_indices", "stored", "stored_scales", "__weakref__"
-            learnt.forms[form] = {name: getattr(self, name) for name in self.__slots__ if name not in tensors}
+            tensors = "crow_indices", "col_indices", "stored", "stored_scales"
+            learnt.forms[form] = {name: value for name, value in vars(self).items() if name not in tensors}
 
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.
@@ -468,15 +488,18 @@ class BsrMatrix(Conversions, LikeTensor):
         if not check and loaded.device.type != "meta":
             loaded.check_indices()
         loaded = loaded.t() if transposed else loaded
-        self._set(**{name: getattr(loaded, name) for name in BsrMatrix.__slots__ if name != "__weakref__"})
+        self.__dict__.update(loaded.__dict__)
+
+
+@functools.lru_cache
+def _one_element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with lasting_memory(device):
+        return torch.empty((), dtype=dtype, device=device)
 
 
 def _indices_of(made: tuple) -> tuple:
     return made[:3]
 
-
-_OF_PATTERN = [name for name in BsrMatrix.__slots__ if name not in ("stored", "base", "__weakref__")]
-_SETTERS = {name: getattr(BsrMatrix, name).__set__ for name in BsrMatrix.__slots__ if name != "__weakref__"}
 
 # torch.load(weights_only=True) then makes instances, by __setstate__ and of nothing but tensors and numbers.
 torch.serialization.add_safe_globals([BsrMatrix])

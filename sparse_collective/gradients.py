@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
 from cute_kernels.epilogue_gradient.eager import epilogue_gradient
-from cute_kernels.gradients import column_sums, of_columns, sum_to, through_epilogue, with_saved
+from cute_kernels.gradients import column_sums, of_columns, saved_of, sum_to, through_epilogue
 from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
@@ -28,35 +28,32 @@ from .sampled.tables import rows_of
 class Bsr(torch.autograd.Function):
     """bsr_matmul, bsr_linear or bsr_grouped_linear, differentiable once in values, b, bias and residual.
 
-    Not to be applied under a transform of torch.func; see `differentiable`.
+    z is a second output where backward reads it, as of cute_kernels.gradients.Gemm. Not to be applied under a
+    transform of torch.func; see `differentiable`.
     """
 
     @staticmethod
     def forward(ctx, call, stored, b, bias, residual, groups):
         op, W, activation, epilogue, sums = call
-        if activation is None and epilogue is None:
-            y, saved = eager.call(op, W, b, bias, None, residual, None, None, groups, accumulation_dtype=sums), None
-        else:
-
-            def run(with_z):
-                terms = bias, activation, residual, None, epilogue, groups
-                return eager.call(op, W, b, *terms, with_z, accumulation_dtype=sums)
-
-            y, saved = with_saved(run, activation, epilogue)
+        saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
+        terms = bias, activation, residual, None, epilogue, groups, saved == "z", None, False, sums
+        result = eager.call(op, W, b, *terms)
+        kept = result[1] if saved == "z" else result if saved == "y" else None
         _, needs_values, needs_b, *_ = ctx.needs_input_grad
         if stored is not W.stored or not lives_on(stored):
             W = W.without_values()  # an attribute of ctx lives as long as the loss, what is saved until backward
         ctx.like = None if needs_values else torch.empty_like(b, device="meta")
         values = stored if needs_b or W.batch is not None else None
-        ctx.save_for_backward(values, b if needs_values else None, bias, groups, saved)
+        ctx.save_for_backward(values, b if needs_values else None, bias, groups, kept)
+        ctx.set_materialize_grads(False)
         ctx.pattern = versions_of(W)
         ctx.call, ctx.path, ctx.dtype = (op, W, activation, epilogue), forced_path(), stored.dtype
-        return y
+        return result
 
     @staticmethod
     @differentiable_once
     @in_forwards_path
-    def backward(ctx, dy):
+    def backward(ctx, dy, _=None):
         op, W, activation, epilogue = ctx.call
         values, b, bias, groups, saved = ctx.saved_tensors
         if versions_of(W) != ctx.pattern:
@@ -67,13 +64,13 @@ class Bsr(torch.autograd.Function):
         if values is not None and values is not W.stored:
             W = W.holding(values.to(W.dtype))
         _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
-        sums = needs_bias and of_columns(bias)
+        sums = bias.dtype if needs_bias and of_columns(bias) else None
         dz, total = before_epilogue(op, dy, activation, epilogue, saved, sums)
         dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
         db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, groups) if needs_b else None
         dbias = None
         if needs_bias:
-            dbias = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
+            dbias = bias_gradient(op, dz, bias, groups) if sums is None else total.view(bias.shape)
         if dvalues is not None and dvalues.dtype is not ctx.dtype:
             dvalues = dvalues.to(ctx.dtype)
         return None, dvalues, db, dbias, dz if needs_residual else None, None
@@ -106,11 +103,12 @@ def differentiable(
     if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
         epilogue = epilogue_program(op, epilogue)
     stored = W.stored if source is None or not lives_on(source) else source
-    return _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
+    result = _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
+    return result[0] if type(result) is tuple else result
 
 
 def before_epilogue(
-    op: str, dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: bool,
+    op: str, dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: torch.dtype | None,
     gradient: Callable = epilogue_gradient,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """through_epilogue, in which rows of a grouped GEMM without a gradient have none before a user's function either.
@@ -120,15 +118,15 @@ def before_epilogue(
     """
     if op != "bsr_grouped_linear" or epilogue is None:
         return through_epilogue(dy, activation, epilogue, saved, sums, gradient)
-    dz, _ = through_epilogue(dy, activation, epilogue, saved, False, gradient)
+    dz, _ = through_epilogue(dy, activation, epilogue, saved, None, gradient)
     dz = dz.masked_fill((dy == 0).all(-1, keepdim=True), 0)
-    return dz, column_sums(dz) if sums else None
+    return dz, None if sums is None else column_sums(dz, sums)
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
     """Of b, or of x: W' dz."""
     db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, groups)
-    return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b)
+    return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b.shape, b.dtype)
 
 
 def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
@@ -190,7 +188,7 @@ def single(W: BsrMatrix) -> BsrMatrix:
 def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> Tensor:
     """Of a bias for all rows, for each row, or for each item of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
-        return sum_to(dz, bias)
+        return sum_to(dz, bias.shape, bias.dtype)
     wide = accumulator(dz.dtype)
     if groups is None:  # (L, M) of dz (L, N, M)
         return dz.sum(-2, dtype=wide).to(bias.dtype)

@@ -92,10 +92,10 @@ def bsr_matmul(
     Raises as cute_kernels.gemm does, RuntimeError also where an argument requires a gradient beside out_dtype, a
     precision or a Bsr24.
     """
-    terms = bias, activation, residual, out, epilogue
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
-    more |= {"scale_out": scale_out, "amax": amax, "precision": precision}
-    return called("bsr_matmul", W, b, *terms, scale_b=scale_b, **more)
+    return called(
+        "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, fast_accumulation,
+        accumulation_dtype, out_dtype, scale_out, amax, precision,
+    )  # fmt: skip
 
 
 def bsr_linear(
@@ -130,10 +130,10 @@ def bsr_linear(
 
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
-    terms = bias, activation, None, out, epilogue
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "out_dtype": out_dtype}
-    more |= {"scale_out": scale_out, "amax": amax, "precision": precision}
-    return called("bsr_linear", W, x, *terms, scale_b=scale_x, **more)
+    return called(
+        "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, fast_accumulation,
+        accumulation_dtype, out_dtype, scale_out, amax, precision,
+    )  # fmt: skip
 
 
 def bsr_gated_linear(
@@ -307,35 +307,37 @@ def sddmm(
 
 
 def called(
-    op: str, *terms, scale_b: Tensor | None = None, fast_accumulation: bool = False, accumulation_dtype=None,
-    out_dtype=None, scale_out=None, amax=None, precision=None,
+    op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, groups=None, scale_b=None,
+    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    compiling, casts = torch.compiler.is_compiling(), any_autocast()
+    differentiates = out is None and watched(W, b, bias, residual)
+    plain = type(W) is BsrMatrix and (W.checked or not W.check) and epilogue is None
+    if plain and not (compiling or casts or differentiates or hidden()):
+        try:
+            return eager.call(
+                op, W, b, bias, activation, residual, out, None, groups, False, scale_b, fast_accumulation,
+                accumulation_dtype, out_dtype, scale_out, amax, precision,
+            )  # fmt: skip
+        except NeedsDispatcher:
+            pass
     source = None
-    if any_autocast() and terms[5] is None and precision is None:
-        W, b, bias, activation, residual, *rest = terms
+    if casts and out is None and precision is None:
         source = getattr(W, "stored", None)
         W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
-        terms = W, b, bias, activation, residual, *rest
-    of_output = out_dtype, scale_out, amax
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
-    W, b, bias, _, residual, out, *_ = terms
-    differentiates = out is None and watched(W, b, bias, residual)
-    through_dispatcher = torch.compiler.is_compiling()
-    if not through_dispatcher:
-        # A matrix whose indices are not checked yet is checked before a plan is looked up.
-        ask = type(W) is not BsrMatrix or W.check and not W.checked or terms[6] is not None
-        if ask or differentiates or hidden():
-            tensors = b, bias, residual, out, scale_b, scale_out, amax
-            through_dispatcher = dispatched(op, getattr(W, "stored", W), *tensors)
-        if through_dispatcher:
-            with undisturbed():
-                terms = eager.as_bsr(op, W), *terms[1:]
+    tensors = b, bias, residual, out, scale_b, scale_out, amax
+    through_dispatcher = compiling or dispatched(op, getattr(W, "stored", W), *tensors)
+    if through_dispatcher and not compiling:
+        with undisturbed():
+            W = eager.as_bsr(op, W)
+    terms = W, b, bias, activation, residual, out, epilogue, groups
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
     of_operands = scaled(b, None, scale_b, fast_accumulation) or precision is not None
-    if of_operands or narrow(out, *of_output) or out_dtype is not None:
+    if of_operands or narrow(out, out_dtype, scale_out, amax) or out_dtype is not None:
         return without_gradient(op, terms, through_dispatcher, **more)
     if not through_dispatcher:
         try:

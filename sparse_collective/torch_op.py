@@ -73,7 +73,7 @@ def _backward(ctx, dy, *_):
     inputs = op, transposed, crow, col, values, columns, check, b
     if kept is None and saved_of(activation, epilogue):
         kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups, accumulation_dtype)
-    sums = needs_bias and of_columns(bias)
+    sums = bias.dtype if needs_bias and of_columns(bias) else None
     dz, total = before_epilogue(op, dy, activation, epilogue, kept, sums, epilogue_gradient)
     gradients = list(GRADIENTS)
     if needs_values:
@@ -81,7 +81,7 @@ def _backward(ctx, dy, *_):
     if needs_b:
         gradients[7] = ops.bsr_operand_gradient(*inputs, dz, groups)
     if needs_bias:
-        gradients[8] = total.view_as(bias).to(bias.dtype) if sums else bias_gradient(op, dz, bias, groups)
+        gradients[8] = bias_gradient(op, dz, bias, groups) if sums is None else total.view(bias.shape)
     if needs_residual:
         gradients[10] = dz
     return tuple(gradients[:given])

@@ -62,19 +62,12 @@ class Derived:
         """
         if state is None:
             return _value(make())
+        value = self.known(key, source, state, tensors_of)
+        if value is not None:
+            return value
         found = self.kept.get(key)
         cuda = source.is_cuda
         here = cuda and found is not None and found.number == raw_stream(source.get_device())
-        if found is not None and found.state == state:
-            if cuda and not (here and found.pinned):
-                if torch.cuda.is_current_stream_capturing():  # it may not wait for what is outside
-                    self.kept[key] = found._replace(pinned=True)
-                elif not here:
-                    stream = torch.cuda.current_stream(source.device)
-                    stream.wait_event(found.done)
-                    for tensor in tensors_of(found.value):
-                        tensor.record_stream(stream)
-            return found.value
         if not cuda:
             self._keep(key, Entry(value := _value(make()), state, None, None, None, None))
             return value
@@ -91,6 +84,23 @@ class Derived:
         stream = torch.cuda.current_stream(source.device)
         self._keep(key, Entry(value, state, stream, stream.cuda_stream, stream.record_event(), again))
         return value
+
+    def known(self, key, source: torch.Tensor, state, tensors_of: Callable):
+        """What `get` would return without making it, else None; `state` is not None."""
+        found = self.kept.get(key)
+        if found is None or found.state != state:
+            return None
+        if source.is_cuda:
+            here = found.number == raw_stream(source.get_device())
+            if not (here and found.pinned):
+                if torch.cuda.is_current_stream_capturing():  # it may not wait for what is outside
+                    self.kept[key] = found._replace(pinned=True)
+                elif not here:
+                    stream = torch.cuda.current_stream(source.device)
+                    stream.wait_event(found.done)
+                    for tensor in tensors_of(found.value):
+                        tensor.record_stream(stream)
+        return found.value
 
     def _keep(self, key, entry: Entry) -> None:
         """Cache an entry, and evict the oldest one that is not pinned if there are too many."""

@@ -1,22 +1,36 @@
-"""Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls go around them."""
+"""Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls go around them.
+
+Inductor's code calls an op's function directly: of what torch.library.custom_op makes, the dispatcher and Python
+functions under the keys of autograd would take 13 us of the host's time in each call. AOTAutograd has handled gradients
+by then.
+"""
 
 from collections.abc import Callable
 
 import torch
 
 from . import transforms
-from .torch_compat import count_flops, functorch_active, keep_index_buffers, schema_arguments
+from .torch_compat import count_flops, functorch_active, lower_to_function, schema_arguments
 
 
-def named_terms(inputs: str, terms: str) -> tuple[int, Callable]:
-    """How many inputs a schema has, and a function that names the terms which come after them.
+def by_name(run: Callable, inputs: str, terms: str, out: str) -> Callable:
+    """A function of the arguments of an op's schema, (inputs, terms), that calls run(*inputs, **terms).
 
-    The dispatcher leaves out the last terms if they are their defaults.
+    out: "none" calls run with out=None besides; "last" makes it an argument after the inputs, which run takes by name;
+    "" leaves it away. Of the terms the dispatcher leaves out the last if they are their defaults. Written as text, for
+    Python calls a function by keywords that stand in its code in a tenth of the time of a dict's.
     """
-    arguments = schema_arguments(f"op({inputs}, {terms}) -> ()")
     at = len(inputs.split(","))
-    names, defaults = [a.name for a in arguments[at:]], [a.default_value for a in arguments[at:]]
-    return at, lambda given: dict(zip(names, (*given, *defaults[len(given) :]), strict=True))
+    arguments = schema_arguments(f"op({inputs}, {terms}) -> ()")
+    names = [a.name for a in arguments]
+    defaults = {f"default_{i}": a.default_value for i, a in enumerate(arguments[at:])}
+    heads = names[:at] + ["out"] * (out == "last")
+    heads += [f"{name}={default}" for name, default in zip(names[at:], defaults, strict=True)]
+    given = names[:at] + [f"{name}={name}" for name in names[at:]]
+    given += {"none": ["out=None"], "last": ["out=out"], "": []}[out]
+    scope = {"run": run, **defaults}
+    exec(f"def call({', '.join(heads)}): return run({', '.join(given)})", scope)
+    return scope["call"]
 
 
 def register(
@@ -34,54 +48,50 @@ def register(
         gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
         flops: a function of the op's arguments that returns the count for FlopCounterMode.
     """
-    at, named = named_terms(inputs, terms)
 
-    def after_first(result):
+    def write(*given, **named):
+        result = run(*given, **named)
         return result[1] if more else None
 
-    def allocate(*given):
-        return run(*given[:at], out=None, **named(given[at:]))
+    def fake_write(*given, out, **named):
+        result = fake(*given, **named)
+        return result[1] if more else None
 
-    def write(*given):
-        return after_first(run(*given[:at], out=given[at], **named(given[at + 1 :])))
-
-    def fake_allocate(*given):
-        return fake(*given[:at], **named(given[at:]))
-
-    def fake_write(*given):
-        return after_first(fake(*given[:at], **named(given[at + 1 :])))
-
+    allocate, fake_allocate = by_name(run, inputs, terms, "none"), by_name(fake, inputs, terms, "")
+    write = by_name(write, inputs, terms, "last")
+    fake_write = by_name(fake_write, inputs, terms, "last")
     outputs, rest = (f"(Tensor, {more})", more) if more else ("Tensor", "()")
     define(name, f"({inputs}, {terms}) -> {outputs}", allocate, fake_allocate, gradient, flops)
+    at = len(inputs.split(","))
     schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
     op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
-    op.register_fake(_keeping_index_buffers(f"{name}_out", fake_write))
+    op.register_fake(_before_lowering(f"{name}_out", write, fake_write))
 
 
 def register_pair(
     name: str, inputs: str, terms: str, run: Callable, fake: Callable, gradient: tuple, flops: Callable
 ) -> None:
     """The op (inputs, terms) -> (Tensor, Tensor) of such functions as `register` takes, without a variant for out."""
-    at, named = named_terms(inputs, terms)
-    define(
-        name,
-        f"({inputs}, {terms}) -> (Tensor, Tensor)",
-        lambda *given: run(*given[:at], out=None, **named(given[at:])),
-        lambda *given: fake(*given[:at], **named(given[at:])),
-        gradient,
-        flops,
-    )
+    run, fake = by_name(run, inputs, terms, "none"), by_name(fake, inputs, terms, "")
+    define(name, f"({inputs}, {terms}) -> (Tensor, Tensor)", run, fake, gradient, flops)
 
 
-def _keeping_index_buffers(name: str, fake: Callable) -> Callable:
-    """A fake implementation of the op "namespace::name" that first calls keep_index_buffers."""
-    namespace, short = name.split("::")
+def _before_lowering(name: str, run: Callable, fake: Callable) -> Callable:
+    """A fake implementation of the op "namespace::name", which inductor's code calls as a Python function."""
+    op = _packet(name)
+    op.function = run
 
-    def run(*given):
-        keep_index_buffers(getattr(getattr(torch.ops, namespace), short).default)
+    def fake_of_op(*given):
+        lower_to_function(op.default)
         return fake(*given)
 
-    return run
+    return fake_of_op
+
+
+def _packet(name: str):
+    """torch.ops' object of the op "namespace::name"."""
+    namespace, short = name.split("::")
+    return getattr(getattr(torch.ops, namespace), short)
 
 
 def define(
@@ -89,15 +99,14 @@ def define(
 ) -> None:
     """An op that allocates its outputs, of positional arguments; vmap runs it once for each item."""
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-    op.register_fake(_keeping_index_buffers(name, fake))
+    op.register_fake(_before_lowering(name, run, fake))
     op.register_vmap(transforms.loop(op))
     if gradient is not None:
         setup_context, backward = gradient
         op.register_autograd(backward, setup_context=setup_context)
         transforms.register(name, gradient)
     if flops is not None:
-        namespace, _, short = name.partition("::")
-        count_flops(getattr(getattr(torch.ops, namespace), short), flops)
+        count_flops(_packet(name), flops)
 
 
 def call(name: str, inputs: tuple, out, terms: tuple):

@@ -32,8 +32,10 @@ __all__ = [
     "compiled_with_cuda_graphs",
     "constant_variable",
     "count_flops",
+    "current_device",
     "decomposition_of",
     "dispatch_modes",
+    "empty_on_cuda",
     "foreach_copy_",
     "forward_ad",
     "functorch_active",
@@ -47,9 +49,9 @@ __all__ = [
     "is_grads_batched",
     "is_transformed",
     "is_tracing",
-    "keep_index_buffers",
     "load_cell",
     "local_variable",
+    "lower_to_function",
     "overrides_dispatch",
     "raw_stream",
     "run_in_trace",
@@ -155,6 +157,11 @@ def _raw_stream(index: int) -> int:
 
 
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)  # (device index) -> handle of its stream
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # () -> index of the current CUDA device
+
+
+# (shape, strides, dtype) -> tensor on the current CUDA device; inductor's, which takes 0.6 us less than torch's
+empty_on_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 foreach_copy_ = torch._foreach_copy_  # (destinations, sources): one launch for many tensors
 
 
@@ -180,19 +187,19 @@ def count_flops(packet: OpOverloadPacket, flops: Callable) -> None:
             counter.flop_registry.setdefault(packet, formula)
 
 
-_KEPT: set[OpOverload] = set()  # ops that keep_index_buffers has changed
+_LOWERED: set[OpOverload] = set()  # ops that lower_to_function has changed
 
 
-def keep_index_buffers(op: OpOverload) -> None:
-    """Keep inductor from reusing the memory of the op's integer and bool arguments for later results of a graph.
+def lower_to_function(op: OpOverload) -> None:
+    """Make inductor's code call torch.ops.namespace.name.function, which the library has put there, in the place of the
+    operator, and keep inductor from reusing the memory of integer and bool arguments for later results of a graph.
 
-    Inductor's code would write other values into the same Python tensor, and its version would stay the same. Ops that
-    cache what they derive from such a tensor (a pattern's tables) would use what they derived of the earlier values.
-    Does nothing until inductor is imported; an op's fake implementation calls it, which inductor runs before it lowers
-    a graph.
+    It would write other values into the same Python tensor, and its version would stay the same. Ops that cache what
+    they derive from such a tensor (a pattern's tables) would use what they derived of the earlier values. Does nothing
+    until inductor is imported; an op's fake implementation calls it, which inductor runs before it lowers a graph.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
-    if op in _KEPT or not hasattr(lowering, "make_fallback"):
+    if op in _LOWERED or not hasattr(lowering, "make_fallback"):
         return
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -208,13 +215,18 @@ def keep_index_buffers(op: OpOverload) -> None:
 
     def lower(*args, **kwargs):
         args, kwargs = tree_map(kept, (args, kwargs))
-        return fallback(*args, **kwargs)
+        count = len(V.graph.operations)
+        result = fallback(*args, **kwargs)
+        for made in V.graph.operations[count:]:
+            if isinstance(made, ir.FallbackKernel) and made.op_overload is op:
+                made.set_python_kernel_name(f"torch.ops.{str(op).rpartition('.')[0]}.function")
+        return result
 
     if op not in lowering.lowerings:  # as inductor itself does for an op that it does not know
         tag = get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
     fallback, lowering.lowerings[op] = lowering.lowerings[op], lower
-    _KEPT.add(op)
+    _LOWERED.add(op)
 
 
 def schema_arguments(schema: str) -> list:

@@ -178,10 +178,13 @@ def differentiable_once(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        if any(g is not None and g.is_neg() for g in gradients):  # of torch.complex and Tensor.conj
-            gradients = tuple(None if g is None else g.resolve_neg() for g in gradients)
-        if not torch.is_grad_enabled() and not is_grads_batched(gradients[0]) and not is_grads_batched(gradients[-1]):
+        plain = not torch.is_grad_enabled()
+        for gradient in gradients:
+            if gradient is not None and (gradient.is_neg() or is_grads_batched(gradient)):
+                plain = False
+        if plain:
             return backward(ctx, *gradients)
+        gradients = tuple(None if g is None else g.resolve_neg() for g in gradients)  # of torch.complex, Tensor.conj
         ctx = _Unpacked(ctx)
         with torch.no_grad():
             if any(is_grads_batched(g) for g in gradients):

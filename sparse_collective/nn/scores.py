@@ -246,7 +246,7 @@ class DenseGradients(_Hooks):
             else:
                 y = bsr_linear(x.to(dy.dtype), W.with_values(W.values.detach().to(dy.dtype)), bias)
         if not gated:
-            return through_epilogue(dy, activation, None, y, False)[0]
+            return through_epilogue(dy, activation, None, y, None)[0]
         with torch.enable_grad():
             return torch.autograd.grad(gate(y.requires_grad_(), activation), y, dy)[0]
 

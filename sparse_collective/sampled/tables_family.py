@@ -36,6 +36,10 @@ class BoxGroups(Family):
 
 def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
     """box_groups of a BsrMatrix, made once; on a GPU by one kernel, and beyond its limits by torch."""
+    key = "boxes", parts, boxes
+    known = W.known(key, rows_alone=True)
+    if known is not None:
+        return known[0]
 
     def make() -> tuple[torch.Tensor] | Again:
         crow = W.crow_indices
@@ -47,7 +51,7 @@ def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
                 return Again((groups,), lambda W: again(W.crow_indices))
         return (box_groups(rows_of(W), W.nnz, parts, boxes),)
 
-    return W.derived(("boxes", parts, boxes), make, rows_alone=True)[0]
+    return W.derived(key, make, rows_alone=True)[0]
 
 
 BOX_GROUPS = register(BoxGroups())

@@ -48,6 +48,10 @@ def order_of(W, tiles: Tiles, starts: Callable | None = None) -> torch.Tensor:
     starts: makes what stands for crow_indices where rows of tiles are not block rows. On a GPU one kernel makes the
     table, and torch that of problems beyond its limits (kernel.fits).
     """
+    key = tiles, starts is not None
+    known = W.known(key, rows_alone=starts is None)
+    if known is not None:
+        return known[0]
 
     def make() -> tuple[torch.Tensor] | Again:
         crow = W.crow_indices if starts is None else starts()
@@ -59,7 +63,7 @@ def order_of(W, tiles: Tiles, starts: Callable | None = None) -> torch.Tensor:
                 return (order,) if starts is not None else Again((order,), lambda W: again(W.crow_indices))
         return (work_order(crow, **tiles._asdict()),)
 
-    return W.derived((*tiles, starts is not None), make, rows_alone=starts is None)[0]
+    return W.derived(key, make, rows_alone=starts is None)[0]
 
 
 TILE_ORDER = register(TileOrder())
