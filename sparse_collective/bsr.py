@@ -27,6 +27,7 @@ from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
 from cute_kernels.runtime.derived import Again, Derived, state_of
 from cute_kernels.runtime.front import check_supported
 from cute_kernels.runtime.graphs import lasting_memory
+from cute_kernels.runtime.torch_compat import in_graph_trace
 
 from . import checks as arguments
 from . import index_check
@@ -271,7 +272,8 @@ class BsrMatrix(Conversions, LikeTensor):
     def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived, dict] | Again:
         """(crow_indices, col_indices, numbers) of the transpose, a place for what kernels must know of it, and one for
         attributes of views by the matrices' keys."""
-        if self.check and self.device.type != "meta" and not torch.compiler.is_compiling():  # a graph's op checks
+        traced = torch.compiler.is_compiling() or in_graph_trace()  # the registered op checks
+        if self.check and self.device.type != "meta" and not traced:
             self.check_indices()
         made, again = index_of(self.crow_indices, self.col_indices, self.n_block_cols)
         made = *made, Derived(), {}

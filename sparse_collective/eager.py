@@ -35,6 +35,7 @@ from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
+from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
@@ -273,7 +274,8 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
     checks.check_no_grad(op, W)
     matrix = _FROM_TORCH.get(W)
     if matrix is None:  # of the detached tensor, because values() of one with a gradient would keep it alive
-        matrix = BsrMatrix.from_torch(W.detach())
+        with lasting_memory(W.device):
+            matrix = BsrMatrix.from_torch(W.detach())
         if not captured(matrix.crow_indices):  # of a batch they are new ones, which a replay fills
             _FROM_TORCH[W] = matrix
     return matrix

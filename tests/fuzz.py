@@ -46,7 +46,11 @@ def module_of(family):
 
 
 def draw_and_run(family, device: str, count: int, seed: int, each) -> None:
-    """`each(case, run)` for `count` cases of a family; the same ones for the same seed and version of hypothesis."""
+    """`each(case, run)` for `count` cases of a family.
+
+    They are the same ones for the same seed, version of hypothesis and loaded modules: hypothesis also draws constants
+    from the source of the modules that are loaded. So other selected tests change the cases of a test.
+    """
     module = module_of(family)
 
     @settings(

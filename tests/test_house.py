@@ -161,6 +161,24 @@ def test_private_torch_apis_are_found(text, name):
     assert name in private_torch_names(ast.parse(text))
 
 
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+
+
+def test_tensors_name_their_device():
+    """A user's torch.device context or torch.set_default_device chooses it otherwise."""
+    found = []
+    for path, tree in files().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or path.is_relative_to(ROOT / "bench"):
+                continue
+            if ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+                # **kind may have a device
+                if not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    (default,) = found  # BlockMask.from_mask_mod asks for the default device
+    assert default.startswith("attention/masks/block_mask.py:")
+
+
 def test_inline_ptx_is_in_one_file():
     users = {path.relative_to(ROOT) for path in files() if re.search(r"\binline_(asm|ptx)\b", path.read_text())}
     assert users == {Path("cute_kernels/tile/ptx.py")}

@@ -35,7 +35,7 @@ FEATURES = (
 )
 BLOCKSIZES = ((64, 64), (64, 128), (128, 64), (128, 128))
 CPU = torch.device("cpu")
-ROWS = torch.zeros(1, dtype=torch.int32)
+ROWS = torch.zeros(1, dtype=torch.int32, device=CPU)
 
 
 def by_head(b, h, q, kv):
@@ -50,8 +50,8 @@ MASKS = {
 }
 
 SCORES = {
-    "slopes": bound(Alibi(torch.zeros(1)), CPU).mod,
-    "bias": bound(Bias(torch.zeros(2, 2, 2, 2)), CPU).mod,
+    "slopes": bound(Alibi(torch.zeros(1, device=CPU)), CPU).mod,
+    "bias": bound(Bias(torch.zeros(2, 2, 2, 2, device=CPU)), CPU).mod,
 }
 
 # What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.

@@ -144,7 +144,7 @@ def first_error(mask) -> str:
         width = index.shape[-1]
         for b, h, r in ((count < 0) | (count > width)).nonzero()[:1].tolist():
             return f"{name}_count[{b}, {h}, {r}] is {count[b, h, r]}; it must be in [0, {width}]"
-        listed = torch.arange(width) < count[..., None]
+        listed = torch.arange(width, device="cpu") < count[..., None]
         for b, h, r, i in (listed & ((index < 0) | (index >= cols))).nonzero()[:1].tolist():
             return f"{name}_index[{b}, {h}, {r}, {i}] is {index[b, h, r, i]}; it must be in [0, {cols})"
         for b, h, r, i in ((index[..., 1:] <= index[..., :-1]) & listed[..., 1:]).nonzero()[:1].tolist():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .graphs import lasting_memory
-from .torch_compat import raw_stream
+from .torch_compat import DisableFuncTorch, functorch_active, in_graph_trace, is_transformed, raw_stream
 
 MOST = 64  # values of one owner, besides pinned ones
 
@@ -52,6 +52,9 @@ class Derived:
 
         `source` is one of the tensors that it is made of: is_cuda takes 0.05 us, a device's type 0.25.
 
+        Under FakeTensorMode and make_fx nothing is looked up or cached. Inside of a transform of torch.func, and in
+        inference mode, values are made of plain tensors, for later calls outside.
+
         What `make` returns as Again is made again in the same tensors, by `again(owner)`: what it was made of was
         written in place, so that the old value is never read again. This is done on the stream that it was made on, and
         not if the value is pinned; elsewhere and in a capture it is made by `make`.
@@ -60,8 +63,8 @@ class Derived:
         finished before, since torch.cuda.graph synchronizes. Another stream waits for what one has made, and
         `tensors_of(value)` are its tensors, whose memory is not used again before that stream is done with them.
         """
-        if state is None:
-            return _value(make())
+        if state is None or in_graph_trace():
+            return _value(_made(source, make))
         value = self.known(key, source, state, tensors_of)
         if value is not None:
             return value
@@ -69,17 +72,19 @@ class Derived:
         cuda = source.is_cuda
         here = cuda and found is not None and found.number == raw_stream(source.get_device())
         if not cuda:
-            self._keep(key, Entry(value := _value(make()), state, None, None, None, None))
+            with lasting_memory(source.device):
+                value = _value(_made(source, make))
+            self._keep(key, Entry(value, state, None, None, None, None))
             return value
         if torch.cuda.is_current_stream_capturing():
-            return _value(make())
+            return _value(_made(source, make))
         if here and found.again is not None and not found.pinned:
             found.again(owner)
             found.done.record(found.stream)
             self.kept[key] = Entry(found.value, state, *found[2:])
             return found.value
         with lasting_memory(source.device):
-            made = make()
+            made = _made(source, make)
         value, again = made if type(made) is Again else (made, None)
         stream = torch.cuda.current_stream(source.device)
         self._keep(key, Entry(value, state, stream, stream.cuda_stream, stream.record_event(), again))
@@ -88,7 +93,7 @@ class Derived:
     def known(self, key, source: torch.Tensor, state, tensors_of: Callable):
         """What `get` would return without making it, else None; `state` is not None."""
         found = self.kept.get(key)
-        if found is None or found.state != state:
+        if found is None or found.state != state or in_graph_trace():
             return None
         if source.is_cuda:
             here = found.number == raw_stream(source.get_device())
@@ -112,6 +117,14 @@ class Derived:
             if len(evictable) >= self.most:
                 self.kept.pop(evictable[0], None)
         self.kept[key] = entry
+
+
+def _made(source: torch.Tensor, make: Callable):
+    """make(), outside of the transforms of torch.func that do not transform `source`: they would wrap the result."""
+    if not functorch_active() or is_transformed(source):
+        return make()
+    with DisableFuncTorch():
+        return make()
 
 
 def _value(made):

@@ -1,4 +1,4 @@
-"""Memory of tensors that outlive a call, beside the memory pools of CUDA graphs.
+"""Memory of tensors that outlive a call, beside the memory pools of CUDA graphs and inference mode.
 
 torch.compile(mode="reduce-overhead") makes the first call of a graph run eagerly, with this thread's allocations routed
 to the pool of the CUDA graphs. The stream is not being captured then, but only outputs of the graph may stay in that
@@ -23,11 +23,16 @@ _LOCK = threading.RLock()  # torch refuses a pool that another thread is using
 
 @contextlib.contextmanager
 def lasting_memory(device: torch.device) -> Iterator[None]:
-    """Allocate this thread's tensors on `device` outside of the pool of CUDA graphs that torch.compile uses.
+    """Allocate this thread's tensors on `device` outside of the pool of CUDA graphs that torch.compile uses, and as
+    normal tensors under torch.inference_mode: autograd saves no inference tensor, and torch counts no writes to one.
 
-    Programs that never compile with CUDA graphs allocate as usual. While a stream is captured this changes nothing:
-    tensors made then belong to the graph, and no cache may keep them.
+    Programs that never compile with CUDA graphs allocate as usual. While a stream is captured memory comes from the
+    graph's pool: tensors made then belong to the graph, and no cache may keep them.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad(), lasting_memory(device):  # the first one enables gradients
+            yield
+        return
     if not compiled_with_cuda_graphs() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         yield
         return

@@ -24,6 +24,7 @@ except ImportError:  # call_plan.py compares in Python then; calls take 2 us lon
 
 __all__ = [
     "DisableFuncTorch",
+    "DisableTorchFunctionSubclass",
     "OpOverload",
     "OpOverloadPacket",
     "TensorGuards",
@@ -44,6 +45,7 @@ __all__ = [
     "has_global_module_hook",
     "has_memory",
     "has_tangent",
+    "in_graph_trace",
     "is_composite",
     "is_dtensor",
     "is_grads_batched",
@@ -71,14 +73,22 @@ __all__ = [
 
 functorch_active = torch._C._are_functorch_transforms_active  # () -> bool: inside grad, vmap, jvp, ... of torch.func
 DisableFuncTorch = torch._C._DisableFuncTorch  # a context manager: no transform of torch.func inside of it
+# A context manager: operations ignore the `__torch_function__` of tensor subclasses; TorchFunctionModes still see them
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 dispatch_modes = torch._C._len_torch_dispatch_stack  # () -> number of TorchDispatchModes that are active
+_INFRA_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # fake, proxy, functional
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # (tensor) -> bool: of a transform of torch.func
 is_tracing = torch._C._is_tracing  # () -> bool: inside torch.jit.trace
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 # () -> bool: autocast is enabled for some device. 0.1 us; torch.is_autocast_enabled(t.device.type) takes 0.8
 any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def in_graph_trace() -> bool:
+    """True under FakeTensorMode, make_fx or functionalization: new tensors have no memory or belong to a graph."""
+    return dispatch_modes() > 0 and any([torch._C._get_dispatch_mode(key) is not None for key in _INFRA_MODES])
 
 
 def without_modes():

@@ -31,6 +31,11 @@ def _fits(x, dtype: str) -> bool:
     return isinstance(x, Value) or low <= x <= high
 
 
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for torch.result_type, on the CPU whatever the default device is."""
+    return torch.empty((1,), dtype=dtype, device="cpu")
+
+
 class Builder:
     """Nodes so far. Equal nodes are one; numbers are constants of the dtype they are used in, and so is what torch
     computes of constants alone."""
@@ -64,7 +69,7 @@ class Builder:
             if not low <= number <= high:
                 raise OverflowError(f"{number} does not fit into {dtype}")
         else:
-            number = torch.tensor(number, dtype=getattr(torch, dtype)).item()  # rounded here, once
+            number = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu").item()  # rounded here, once
         return self.node("const", dtype, number)
 
     def number(self, value: Value) -> int | float | bool | None:
@@ -107,10 +112,10 @@ class Builder:
 
     def common(self, *args) -> str:
         """The dtype that torch promotes values and numbers to."""
-        like = [torch.empty((1,), dtype=getattr(torch, x.dtype)) if isinstance(x, Value) else x for x in args]
+        like = [_empty(getattr(torch, x.dtype)) if isinstance(x, Value) else x for x in args]
         dtype = like[0].dtype if isinstance(like[0], torch.Tensor) else torch.result_type(like[0], like[0])
         for x in like[1:]:
-            dtype = torch.result_type(torch.empty((1,), dtype=dtype), x)
+            dtype = torch.result_type(_empty(dtype), x)
         return DTYPES[dtype]
 
     def where(self, condition, x, y, dtype: str) -> Value:

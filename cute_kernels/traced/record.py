@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.torch_compat import (
+    DisableTorchFunctionSubclass,
     TorchDispatchMode,
     decomposition_of,
     has_tangent,
@@ -94,7 +95,8 @@ def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int
             one tensor of the inputs' shape.
     """
     recorder = Recorder(what, inputs, shape, torch.empty(0, device=device).device)  # "cuda" with its number
-    with torch.inference_mode(False), torch.no_grad(), recorder, _Values(recorder):
+    # Recorder knows its results by id; a subclass's __torch_function__ would return other objects in their place.
+    with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass(), recorder, _Values(recorder):
         try:
             result = function(*recorder.inputs)
         except Refused as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention import BlockMask
+from cute_kernels.runtime.graphs import lasting_memory
+from cute_kernels.runtime.torch_compat import in_graph_trace
 
 ATTRIBUTE = "_cute_kernels_block_mask"
 MOST = 8  # masks of different lengths that are kept
@@ -24,9 +27,13 @@ class BlockMasks:
 
     def of(self, lengths: tuple[int, int], device: torch.device) -> BlockMask:
         """For (rows, columns) of scores there."""
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and in_graph_trace():
+            return self._make(lengths, device)
         found = self.kept.get((lengths, device))
         if found is None:
-            found = self._make(lengths, device)
+            with contextlib.nullcontext() if traced else lasting_memory(device):
+                found = self._make(lengths, device)
             if len(self.kept) >= MOST:
                 self.kept.popitem(last=False)
             self.kept[lengths, device] = found

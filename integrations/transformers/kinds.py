@@ -46,10 +46,10 @@ CAUSAL, ALL = masking_utils.causal_mask_function, masking_utils.bidirectional_ma
 AND = _code(masking_utils.and_masks(CAUSAL))
 SLIDING = _code(masking_utils.sliding_window_overlay(1))
 SLIDING_BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
-PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)))
+PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")))
 RESTARTED = None  # transformers has it since 5.18 or later; before, packed sequences are PACKED alone
 if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):
-    RESTARTED = _code(remap(CAUSAL, torch.zeros(1, 1)))
+    RESTARTED = _code(remap(CAUSAL, torch.zeros(1, 1, device="cpu")))
 
 
 def kind_of(function: Callable) -> Kind | None:

@@ -169,7 +169,8 @@ def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
     rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
     a, b = (t.to(wide).contiguous() for t in (a, b.t()))
     a, b = a.unflatten(0, (-1, bm)), b.unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
-    for part in torch.arange(pattern.nnz).split(max(1, CPU_BYTES // (a.element_size() * (bm + bk) * max(K, 1)))):
+    blocks = torch.arange(pattern.nnz, device=a.device)
+    for part in blocks.split(max(1, CPU_BYTES // (a.element_size() * (bm + bk) * max(K, 1)))):
         found = a[rows[part]] @ b[columns[part]].mT
         out[part] = (found + out[part].to(wide) if accumulate else found).to(out.dtype)
     return out
