@@ -121,27 +121,35 @@ def gemm(
             )  # fmt: skip
         except NeedsDispatcher:
             pass
-    if casts and out is None and precision is None:
-        a, b, residual = cast_product(a, b, residual, out_dtype)
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    given = scale_a, scale_b, fast_accumulation
+    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
+    more |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
+    return _unusual(a, b, terms, more, watches)
+
+
+def _unusual(a, b, terms: tuple, more: dict, watches: bool) -> Tensor:
+    """gemm of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, or of
+    a Sparse24. watches: autograd differentiates it."""
+    bias, activation, residual, alpha, beta, out, out_dtype, epilogue = terms
+    scale_a, scale_b, precision = more["scale_a"], more["scale_b"], more["precision"]
+    if any_autocast() and out is None and precision is None:
+        a, b, residual = cast_product(a, b, residual, out_dtype)
+        terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
+    compiling, scale_out, amax = torch.compiler.is_compiling(), more["scale_out"], more["amax"]
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
         sparse24.check_wide(scale_out, amax, precision)
-        if compiling or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, *given[:2]):
+        if compiling or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, scale_a, scale_b):
             from .sparse24.torch_op import traced_gemm as run
         else:
             run = sparse24.gemm
-        return run(a, b, *terms, *given, accumulation_dtype)
-    more = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
-    more |= {"accumulation_dtype": accumulation_dtype, "scale_out": scale_out, "amax": amax}
-    more["precision"] = precision
+        return run(a, b, *terms, scale_a, scale_b, more["fast_accumulation"], more["accumulation_dtype"])
     if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
         try:
             if not watches:
                 return eager.gemm(a, b, *terms, **more)
             if epilogue is not None:  # here, where captured tensors can be seen to require gradients
                 epilogue = epilogue_program("gemm", epilogue)
-            sums = accumulation_dtype, precision
+            sums = more["accumulation_dtype"], precision
             return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *sums)
         except NeedsDispatcher:
             pass
