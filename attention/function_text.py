@@ -1,13 +1,16 @@
 """A mask_mod or score_mod as a text, numbers and tensors, which the schema of a registered op can hold.
 
 The text names the code of functions and the classes of dataclasses of this process. What functions capture, their
-defaults, fields, and the tensors, numbers and functions among the globals that they name, or among the attributes of
-these, stand in it: constants by themselves, integers and tensors by index, so that other ones need no new graph. A
-float is a constant of the graph until torch.compile makes it an input; then it is the element of a float64 tensor.
-Alibi(slopes, 3) is ["class Alibi", ["tensor", 0], ["int", 0]], with a shortened name.
+defaults and fields stand in it: constants by themselves, integers and tensors by index, so that other ones need no new
+graph. A float is a constant of the graph until torch.compile makes it an input; then it is the element of a float64
+tensor. Alibi(slopes, 3) is ["class Alibi", null, ["tensor", 0], ["int", 0]], with a shortened name.
 
-torch.compile traces `written`. Inside of the op `rebuilt` makes the same function of stand-ins for the tensors, which
-have their shapes and one element, and traces it.
+What code reads through globals, and instances through their class, has a version number among the numbers, and its
+tensors are among the tensors (global_state.py): [number, first tensor, count] where the example has null.
+
+torch.compile traces `written`. Inside of the op `read` makes the same function of stand-ins for the tensors, which have
+their shapes and one element, and traces it. The forward pass does so while the version is that of the globals; backward
+finds the trace by the version, whatever the globals are by then.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +30,30 @@ from torch import Tensor, nn
 from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.runtime.torch_compat import (
     constant_variable,
-    global_variable,
+    entry_variable,
     load_cell,
     local_variable,
     run_in_trace,
 )
-from cute_kernels.traced.libraries import library_module, library_scope
-from cute_kernels.traced.memo import DYNAMIC, MOST, global_names
+from cute_kernels.traced import global_state
+from cute_kernels.traced.memo import MOST
+from cute_kernels.traced.program import Program
+from cute_kernels.traced.record import Traced
 
 _FUNCTIONS: dict[str, tuple] = {}  # name -> (code, globals), kept alive, so that no other code gets its id
 _CLASSES: dict[str, type] = {}  # kept alive for the same reason
 _STAND_INS: dict[tuple, list[Tensor]] = {}
-# (text, numbers, id of the stand-ins) -> (function, stand-ins, globals that it has copies of)
-_REBUILT: dict[tuple, tuple[Callable, list[Tensor], list[tuple]]] = {}
-NUMBERS = (bool, int, float)
-MODULE_NAMES = "__builtins__", "__name__"
+_TRACES: OrderedDict[tuple, _Trace] = OrderedDict()  # by text, numbers, stand-ins and device
+FLOAT = re.compile(r'\["float", (\d+)\]')
+DICTS = dict, OrderedDict, defaultdict
+CHANGED = (
+    "under torch.compile: a global that a mask_mod or score_mod reads has changed since the forward pass, whose trace "
+    "is no longer cached; capture the value: write the function inside another one that has it"
+)
+HIDDEN = (
+    "under torch.compile a mask_mod or score_mod reads a tensor through a global in a way that its code does not show; "
+    "capture the tensor: write the function inside another one that has it, or as a dataclass with it"
+)
 
 
 class _Attributes:
@@ -84,17 +99,20 @@ def _written(value, what: str, names: tuple[str, ...], numbers: list[int], tenso
         keys = [f'"{key}"' for key in value.keywords]
         parts += [_written(part, what, names, numbers, tensors) for part in value.keywords.values()]
         return f'["partial", {len(value.args)}, [{", ".join(keys)}], ' + ", ".join(parts) + "]"
+    if isinstance(value, str):
+        return f'["str", {_json_of(value)}]'
+    if type(value) in DICTS:
+        parts = [_written(part, what, names, numbers, tensors) for item in value.items() for part in item]
+        return ", ".join(['["dict"', *parts]) + "]"
     if isinstance(value, (tuple, list)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         parts = [_written(part, what, names, numbers, tensors) for part in value]
         return ", ".join([f'["{kind}"', *parts]) + "]"
     fields = fields_of(type(value))
     if len(fields) > 0 and not isinstance(value, nn.Module):
+        state = _state(fields[0], numbers, tensors)
         parts = [_written(getattr(value, name), what, names, numbers, tensors) for name in fields[1:]]
-        text = ", ".join([f'["class {fields[0]}"', *parts]) + "]"
-        if _call_reads_data(type(value)):
-            return f'["method", {_function(type(value).__call__, what, numbers, tensors)}, {text}]'
-        return text
+        return ", ".join([f'["class {fields[0]}", {state}', *parts]) + "]"
     parts = ['["module"']
     for name in names:
         if hasattr(value, name):
@@ -102,7 +120,7 @@ def _written(value, what: str, names: tuple[str, ...], numbers: list[int], tenso
     if len(parts) == 1 and not isinstance(value, nn.Module):
         raise TypeError(
             f"under torch.compile a {what} is a function or a dataclass, and captures tensors, numbers, functions, "
-            "dataclasses, objects of which it names attributes, and tuples and lists of these, not a "
+            "dataclasses, objects of which it names attributes, strings, and tuples, lists and dicts of these, not a "
             f"{type(value).__name__}; capture what of it is needed"
         )
     return ", ".join(parts) + "]"
@@ -115,50 +133,33 @@ def fields_of(cls: type) -> tuple[str, ...]:
         return ()
     name = f"{cls.__module__}.{cls.__qualname__} at {id(cls):x}"  # classes made in a function may share a name
     _CLASSES[name] = cls
+    global_state.of_class(name, cls)
     return (name, *(field.name for field in dataclasses.fields(cls)))
-
-
-@torch.compiler.assume_constant_result
-def _call_reads_data(cls: type) -> bool:
-    """True if the class's __call__ captures something or names globals that are data, as functions do."""
-    call = cls.__call__
-    if not isinstance(call, types.FunctionType) or library_scope(call.__globals__):
-        return False
-    if "__class__" in call.__code__.co_freevars:  # of super(), which has no text
-        return False
-    return bool(call.__closure__ or names_of_globals(call.__code__, call.__globals__))
 
 
 def _function(fn, what: str, numbers: list[int], tensors: list[Tensor]) -> str:
     """A function by the name of its code, and what it reads."""
-    captured, defaults, from_globals, facts = [], [], [], []
+    captured, defaults, facts = [], [], []
     run_in_trace(_parts_of_function)
     if len(facts) == 0:  # this is not a trace of Dynamo: an eager call of the op, or an export that is not strict
-        names = names_of_globals(fn.__code__, fn.__globals__)
-        from_globals += [fn.__globals__[name] for name in names]
-        facts += [_register(fn.__code__, fn.__globals__), _json_of(names)]
-    if len(facts) == 2:
+        facts.append(_register(fn.__code__, fn.__globals__))
+    if len(facts) == 1:
         captured += [cell.cell_contents for cell in fn.__closure__ or ()]
         defaults += [value for value in fn.__defaults__ or ()]
         if fn.__kwdefaults__:
             raise TypeError(f"under torch.compile a {what} has no arguments by keyword; capture their values")
     names = _names(fn.__code__)
-    parts = [f'["function {facts[0]}", {len(captured)}, {facts[1]}']
-    values = [*captured, *from_globals, *defaults]
-    return ", ".join([*parts, *[_written(part, what, names, numbers, tensors) for part in values]]) + "]"
+    parts = [f'["function {facts[0]}", {_state(facts[0], numbers, tensors)}, {len(captured)}']
+    return (
+        ", ".join([*parts, *[_written(part, what, names, numbers, tensors) for part in (*captured, *defaults)]]) + "]"
+    )
 
 
 def _parts_of_function(context) -> None:
-    """Dynamo runs it while it traces `_function`: the name of fn and the names of its globals into facts, and these
-    globals into from_globals. For a function that was made inside the trace, of which Dynamo gives Python code no
-    closure, also what it captures into captured, and its defaults."""
-    names = "fn", "captured", "defaults", "from_globals", "facts"
-    fn, captured, defaults, from_globals, facts = (local_variable(context, name) for name in names)
-    code, scope = fn.get_code(), fn.get_globals()
-    names = names_of_globals(code, scope)
-    from_globals.items.extend(global_variable(scope, name) for name in names)
-    facts.items.append(constant_variable(_register(code, scope)))
-    facts.items.append(constant_variable(_json_of(names)))
+    """Dynamo runs it while it traces `_function`: the name of fn into facts. For a function that was made inside the
+    trace, of which Dynamo gives Python code no closure, also what it captures into captured, and its defaults."""
+    fn, captured, defaults, facts = (local_variable(context, n) for n in ("fn", "captured", "defaults", "facts"))
+    facts.items.append(constant_variable(_register(fn.get_code(), fn.get_globals())))
     if not hasattr(fn, "closure"):
         return
     facts.items.append(constant_variable("made inside"))
@@ -168,45 +169,40 @@ def _parts_of_function(context) -> None:
         raise TypeError("under torch.compile a mask_mod or score_mod has no arguments by keyword; capture their values")
 
 
-def names_of_globals(code: types.CodeType, scope: dict, above: tuple = ()) -> list[str]:
-    """The globals of a function that are data, modules and objects of which it names such data alone, or functions that
-    read such data or capture something.
-
-    Others (libraries, classes, dicts) are looked up where the function is called.
-    """
-    return [name for name in global_names(code) if name in scope and _is_data(scope[name], (*above, code))]
-
-
-def _is_data(value, above: tuple) -> bool:
-    """`above`: the code of functions, and the objects, that lead to the value; none is followed twice."""
-    if isinstance(value, (Tensor, *NUMBERS)):
-        return True
-    if isinstance(value, (tuple, list)):
-        return type(value) in (tuple, list) and len(value) > 0 and all(_is_data(part, above) for part in value)
-    if isinstance(value, types.FunctionType):
-        if library_scope(value.__globals__) or value.__code__ in above:
-            return False
-        return bool(value.__closure__ or names_of_globals(value.__code__, value.__globals__, above))
-    if isinstance(value, type):
-        return False
-    if dataclasses.is_dataclass(value):
-        return any(isinstance(getattr(value, field.name), Tensor) for field in dataclasses.fields(value))
-    if isinstance(value, types.ModuleType) and library_module(value) or not hasattr(value, "__dict__"):
-        return False
-    if any(value is owner for owner in above):  # it refers to itself
-        return False
-    code = next(part for part in reversed(above) if isinstance(part, types.CodeType))
-    attributes = [getattr(value, name) for name in _names(code) if hasattr(value, name)]
-    return len(attributes) > 0 and all(_is_data(part, (*above, value)) for part in attributes)
+def _state(name: str, numbers: list[int], tensors: list[Tensor]) -> str:
+    """[index of the version, index of the first tensor, number of tensors] of the registered globals; or null."""
+    values = []
+    run_in_trace(_values_of_state)
+    if len(values) == 0:
+        state = global_state.STATES[name]
+        values += [None] if state is None else [state.version, state.tensors]
+    if values[0] is None:
+        return "null"
+    numbers.append(values[0])
+    first = len(tensors)
+    tensors.extend(values[1])
+    return f"[{len(numbers) - 1}, {first}, {len(tensors) - first}]"
 
 
-def _json_of(names: Sequence[str]) -> str:
-    return json.dumps(list(names))
+def _values_of_state(context) -> None:
+    name, values = (local_variable(context, name) for name in ("name", "values"))
+    state, entry = global_state.STATES[name.as_python_constant()], (global_state.__name__, "STATES")
+    if state is None:
+        values.items.append(constant_variable(None))
+    else:
+        entry += (name.as_python_constant(),)
+        values.items.extend((entry_variable(*entry, "version", state.changes), entry_variable(*entry, "tensors")))
+
+
+@torch.compiler.assume_constant_result
+def _json_of(value: str) -> str:
+    return json.dumps(value)
 
 
 def _register(code: types.CodeType, scope: dict) -> str:
     name = f"{code.co_name} at {id(code):x} in {id(scope):x}"
     _FUNCTIONS[name] = code, scope
+    global_state.of_function(name, scope, code)
     return name
 
 
@@ -244,62 +240,95 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- inside of the op
 
 
-def rebuilt(
-    text: str, numbers: Sequence[int], tensors: Sequence[Tensor], stand_ins: Sequence[Tensor] | None = None
-) -> tuple[Callable, Sequence[Tensor]]:
-    """The function that `written` wrote, with stand-ins for its tensors, and the stand-in of each.
+@dataclass(frozen=True)
+class _Trace:
+    """A trace without the tensors of the call that it was made in."""
+
+    program: Program
+    numbers: tuple
+    tensors: tuple[Tensor | int, ...]  # a number stands for the tensor at this place among the call's
+    whole: bool  # the program depends on what tensors hold
+
+    def of_call(self, tensors: Sequence[Tensor]) -> tuple[Traced, list[int]]:
+        values = tuple([tensors[t] if isinstance(t, int) else t for t in self.tensors])
+        places = [t if isinstance(t, int) else -1 for t in self.tensors]
+        return Traced(self.program, values, (), numbers=self.numbers), places
+
+
+def read(
+    text: str, numbers: Sequence[int], tensors: Sequence[Tensor], device, trace: Callable, whole: str = ""
+) -> tuple[Traced, list[int]]:
+    """(what the function that `written` wrote computes, the place of each of its tensors among `tensors`, or -1)
+
+    Args:
+        trace: (function, device) -> Traced.
+        whole: the error if the function computes something of a tensor as a whole; "" if it may.
 
     Raises:
-        RuntimeError: the text is of another process.
+        RuntimeError: the text is of another process; or the function reads a tensor in a way that its code does not
+            show; or its globals have changed since the forward pass, and that one's trace is no longer cached.
     """
-    if stand_ins is not None:
-        return _value(json.loads(text), numbers, stand_ins, tensors, []), stand_ins
-    stand_ins = _stand_ins(tensors)
-    key = text, tuple(numbers), id(stand_ins)
-    found = _REBUILT.get(key)
-    if found is not None and all([scope.get(name) is value for scope, name, value in found[2]]):
-        return found[0], stand_ins
-    scopes: list[tuple] = []
-    function = _value(json.loads(text), numbers, stand_ins, tensors, scopes)
-    if not _has_inputs(text):
-        if len(_REBUILT) >= MOST:
-            _REBUILT.clear()
-        _REBUILT[key] = function, stand_ins, scopes
-    return function, stand_ins
+    facts = tuple([(t.shape, t.dtype, t.device) for t in tensors])
+    floats = tuple([repr(tensors[int(i)].item()) for i in FLOAT.findall(text)])
+    key = text, tuple(numbers), facts, floats, torch.device(device)
+    known = _TRACES.get(key)
+    if known is not None and not known.whole:
+        return known.of_call(tensors)
+    stand_ins, states = _stand_ins(facts), []
+    function = _value(json.loads(text), numbers, stand_ins, tensors, states)
+    if not all([state.is_current(numbers[number]) for state, number, _ in states]):
+        if known is None:
+            raise RuntimeError(CHANGED)
+        return known.of_call(tensors)
+    found = trace(function, device)
+    of_globals = {id(t): first + i for state, _, first in states for i, t in enumerate(state.tensors)}
+    at = {id(t): i for i, t in enumerate(stand_ins)} | of_globals
+    depends = any(id(t) in at for t in found.read)
+    if depends and whole:
+        raise RuntimeError(whole)
+    if any(id(t) in at and id(t) not in of_globals for t in found.read):
+        found = trace(_value(json.loads(text), numbers, tensors, tensors, []), device)
+        at = {id(t): i for i, t in enumerate(tensors)} | of_globals
+    known_ids = at.keys() | {id(t) for t in found.made}
+    if any(id(t) not in known_ids for t in (*found.tensors, *found.read)):
+        raise RuntimeError(HIDDEN)
+    if len(_TRACES) >= MOST:
+        _TRACES.popitem(last=False)
+    places = tuple([at.get(id(t), t) for t in found.tensors])
+    known = _TRACES[key] = _Trace(found.program, found.numbers, places, depends)
+    return known.of_call(tensors)
 
 
-def _has_inputs(text: str) -> bool:
-    """True if a float in the text is an input of the graph."""
-    return any(part[:1] != '"' for part in text.split('["float", ')[1:])
-
-
-def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the same shapes, dtypes and devices; the same ones for the same, so that traces are found again."""
-    key = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    if key not in _STAND_INS:
+def _stand_ins(facts: tuple) -> list[Tensor]:
+    """Tensors of these shapes, dtypes and devices; the same ones for the same, so that traces are found again."""
+    if facts not in _STAND_INS:
         if len(_STAND_INS) >= MOST:
             _STAND_INS.clear()
         stand_ins = []
-        for t in tensors:
-            with lasting_memory(t.device):
-                stand_ins.append(torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape))
-        _STAND_INS[key] = stand_ins
-    return _STAND_INS[key]
+        for shape, dtype, device in facts:
+            with lasting_memory(device):
+                stand_ins.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+        _STAND_INS[facts] = stand_ins
+    return _STAND_INS[facts]
 
 
-def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: Sequence[Tensor], scopes: list):
-    """The value of a part of the text. scopes: grows by (globals, name, value) of what a function has a copy of."""
+def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: Sequence[Tensor], states: list):
+    """The value of a part of the text. states: grows by (GlobalState, index of its version, of its first tensor)."""
     if not isinstance(part, list):
         return part
 
     def values_of(parts) -> list:
-        return [_value(x, numbers, stand_ins, tensors, scopes) for x in parts]
+        return [_value(x, numbers, stand_ins, tensors, states) for x in parts]
 
     kind, *rest = part
     if kind in ("int", "tensor"):
         return (numbers if kind == "int" else stand_ins)[rest[0]]
     if kind == "float":
         return float(rest[0]) if isinstance(rest[0], str) else tensors[rest[0]].item()
+    if kind == "str":
+        return rest[0]
+    if kind == "dict":
+        return dict(zip(values_of(rest[::2]), values_of(rest[1::2]), strict=True))
     if kind == "module":
         owner = _Attributes()
         vars(owner).update(zip(rest[::2], values_of(rest[1::2]), strict=True))
@@ -309,28 +338,18 @@ def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: S
         function, *values = values_of(values)
         return functools.partial(function, *values[:count], **dict(zip(keys, values[count:], strict=True)))
     kind, _, name = kind.partition(" ")
-    if kind == "function":
-        count, names, *values = rest
-        return _function_of(name, count, names, values_of(values), scopes)
-    values = values_of(rest)
+    if kind in ("function", "class"):
+        table = _FUNCTIONS if kind == "function" else _CLASSES
+        if name not in table:
+            raise RuntimeError(f"no {kind} {name} in this process; trace the model here first")
+        state, *rest = rest
+        if state is not None:
+            states.append((global_state.STATES[name], *state[:2]))
     if kind == "class":
-        if name not in _CLASSES:
-            raise RuntimeError(f"no class {name} in this process; trace the model here first")
-        return _CLASSES[name](*values)
-    return {"tuple": tuple, "list": list, "method": lambda x: types.MethodType(*x)}[kind](values)
-
-
-def _function_of(name: str, count: int, names: Sequence[str], values: list, scopes: list) -> types.FunctionType:
-    """The function of a registered name: of `values` the first `count` are captured, the next are globals."""
-    if name not in _FUNCTIONS:
-        raise RuntimeError(f"no function {name} in this process; trace the model here first")
-    code, scope = _FUNCTIONS[name]
-    end = count + len(names)
-    if names:
-        read = global_names(code)
-        scopes += [(scope, other, scope.get(other)) for other in read if other not in names]
-        if DYNAMIC.isdisjoint(read):  # a copy of all globals would keep the user's other tensors alive
-            scope = {other: scope[other] for other in (*MODULE_NAMES, *read) if other in scope}
-        scope = scope | dict(zip(names, values[count:end], strict=True))
-    closure = tuple(types.CellType(x) for x in values[:count])
-    return types.FunctionType(code, scope, code.co_name, tuple(values[end:]) or None, closure)
+        return _CLASSES[name](*values_of(rest))
+    if kind == "function":
+        (code, scope), (count, *parts) = _FUNCTIONS[name], rest
+        values = values_of(parts)
+        closure = tuple(types.CellType(x) for x in values[:count])
+        return types.FunctionType(code, scope, code.co_name, tuple(values[count:]) or None, closure)
+    return {"tuple": tuple, "list": list, "method": lambda x: types.MethodType(*x)}[kind](values_of(rest))

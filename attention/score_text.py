@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cute_kernels.traced.memo import traced
+from cute_kernels.traced.record import Traced
 
-from .function_text import rebuilt
+from .function_text import read
 from .score_mod import INPUTS, WHAT, BoundScore, check_callable, mod_of
 
-OUTSIDE = "compute that outside of the function, and index the result by b, h, q and kv inside"
+WHOLE = (
+    "score_mod computes something of a captured tensor as a whole, or reads it as a number, which under torch.compile "
+    "is no part of the graph; compute that outside of the function, and index the result by b, h, q and kv inside"
+)
 
 
 def read_score(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> tuple[BoundScore, list[int]]:
@@ -20,25 +24,12 @@ def read_score(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], dev
 
     Raises:
         TypeError: see score_mod.bound.
-        RuntimeError: it computes something of a tensor as a whole, or a tensor that requires a gradient is not among
-            `tensors`.
+        RuntimeError: it computes something of a tensor as a whole; see function_text.read for others.
     """
-    function, stand_ins = rebuilt(text, numbers, tensors)
+    found, places = read(text, numbers, tensors, device, _trace, WHOLE)
+    return BoundScore(mod_of(found.program, found.tensors), found.tensors, found.numbers), places
+
+
+def _trace(function, device) -> Traced:
     check_callable(function)
-    found = traced(function, WHAT, INPUTS, (), device)
-    at = {id(t): i for i, t in enumerate(stand_ins)}
-    if any(id(t) in at for t in found.read):
-        raise RuntimeError(
-            "score_mod computes something of a captured tensor as a whole, or reads it as a number, which under "
-            f"torch.compile is no part of the graph; {OUTSIDE}"
-        )
-    places = [at.get(id(t), -1) for t in found.tensors]
-    others = [t for t, place in zip(found.tensors, places, strict=True) if place < 0]
-    if any(t.requires_grad for t in (*others, *found.read)):
-        raise RuntimeError(
-            "under torch.compile the gradient of a tensor that score_mod reads through a dict or a class that is a "
-            "global would be lost; capture it: write the score_mod inside a function that has the tensor, or as a "
-            "dataclass with it"
-        )
-    of_call = tuple(t if place < 0 else tensors[place] for t, place in zip(found.tensors, places, strict=True))
-    return BoundScore(mod_of(found.program, of_call), of_call, found.numbers), places
+    return traced(function, WHAT, INPUTS, (), device)

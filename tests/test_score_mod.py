@@ -488,8 +488,8 @@ class TestCompile:
         "make, text",
         [
             (lambda t: lambda s, b, h, q, kv: s * t.exp()[h], "as a whole.*compute that outside of the function"),
-            (lambda t: lambda s, b, h, q, kv: s * HOLDER["table"][h], "would be lost; capture it"),
-            (lambda t: scaled({"a": 1.0}), "not a dict; capture what of it is needed"),
+            (lambda t: lambda s, b, h, q, kv: s * globals()["GLOBAL"][h], "does not show; capture the tensor"),
+            (lambda t: scaled({"a": {1.0}}), "not a set; capture what of it is needed"),
             (lambda t: lambda s, b, h, q, kv, *, t=t: s * t[h], "no arguments by keyword"),
             (lambda t: lambda s, b, h, q, kv: s > 0, "floating-point"),
             (lambda t: 3, "not a int|a function of"),
@@ -508,8 +508,7 @@ class TestCompile:
             torch.compile(run, fullgraph=True, backend="eager")(q.detach(), q.detach().clone())
 
 
-GLOBAL = torch.ones(4, requires_grad=True)
-HOLDER = {"table": GLOBAL}
+GLOBAL = torch.ones(4)
 
 
 class TestReadyMade:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cute_kernels.traced.record import Traced
-
-from ..function_text import rebuilt, written
+from ..function_text import read, written
 from .element_mask import BoundMask, trace_mask
 from .mask_mods import MaskMod
 
@@ -25,17 +23,12 @@ def written_mask(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[
 
 
 def read_mask(text: str | None, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> BoundMask | None:
-    """The mask_mod that written_mask wrote, as it is now.
+    """The mask_mod that written_mask wrote, as it was then.
 
     Raises:
         TypeError: see trace_mask.
+        RuntimeError: see function_text.read.
     """
     if text is None:
         return None
-    function, stand_ins = rebuilt(text, numbers, tensors)
-    found = trace_mask(function, device)
-    at = {id(t): i for i, t in enumerate(stand_ins)}
-    if any(id(t) in at for t in found.read):  # it depends on what a tensor holds
-        return BoundMask(trace_mask(rebuilt(text, numbers, tensors, tensors)[0], device))
-    of_call = tuple(tensors[at[id(t)]] if id(t) in at else t for t in found.tensors)
-    return BoundMask(Traced(found.program, of_call, (), numbers=found.numbers))
+    return BoundMask(read(text, numbers, tensors, device, trace_mask)[0])

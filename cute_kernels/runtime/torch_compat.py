@@ -37,10 +37,10 @@ __all__ = [
     "decomposition_of",
     "dispatch_modes",
     "empty_on_cuda",
+    "entry_variable",
     "foreach_copy_",
     "forward_ad",
     "functorch_active",
-    "global_variable",
     "guard_identity",
     "has_global_module_hook",
     "has_memory",
@@ -317,21 +317,22 @@ def load_cell(cell):
     return InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
 
 
-def global_variable(scope: dict, name: str):
-    """Dynamo's VariableTracker of scope[name], an input of the running trace as a global of the traced function is.
+def entry_variable(module: str, table: str, key: str, attribute: str, changes: bool = False):
+    """Dynamo's VariableTracker of getattr(module.table[key], attribute), read at each call of the graph.
 
-    The source keeps its name from one trace to the next, so that Dynamo sees which numbers change.
+    An int is a constant of the graph until its second value; Dynamo makes constants of other global ints for ever. One
+    that `changes` in each call is an input of the graph at once. In torch.export an int is a constant.
     """
-    from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
+    from torch._dynamo.source import AttrSource, DictGetItemSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-    tx, module = InstructionTranslator.current_tx(), scope.get("__name__")
-    if scope is tx.output.global_scope:
-        source = GlobalSource(name)
-    elif module in sys.modules and vars(sys.modules[module]) is scope:
-        source = AttrSource(tx.import_source(module), name)
-    else:
-        source = GlobalSource(tx.output.install_global_by_id("___globals_of_function", scope))
-        source = DictGetItemSource(source, name)
-    return VariableBuilder(tx, source)(scope[name])
+    tx = InstructionTranslator.current_tx()
+    source = AttrSource(DictGetItemSource(AttrSource(tx.import_source(module), table), key), attribute)
+    value, builder = getattr(getattr(sys.modules[module], table)[key], attribute), VariableBuilder(tx, source)
+    if type(value) is not int:
+        return builder(value)
+    if torch.compiler.is_exporting():
+        return constant_variable(value)
+    return builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC if changes else None)

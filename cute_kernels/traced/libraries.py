@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from ..runtime.packages import PACKAGES, folder_of
 
 LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", *PACKAGES)
+_STANDARD_FOLDER = sysconfig.get_path("stdlib")
 _STANDARD = {m.__name__: getattr(m, "__file__", None) for m in (math, operator)}  # their folder holds site-packages
 
 
@@ -66,6 +68,15 @@ def library_scope(scope: dict) -> bool:
     """True if the globals of a function are a library's."""
     module = library(scope.get("__name__"))
     return module is not None and vars(module) is scope
+
+
+@functools.lru_cache(maxsize=4096)
+def standard_library(name) -> bool:
+    """True if the imported module of this name is Python's own, as argparse and enum."""
+    if not isinstance(name, str) or name.partition(".")[0] not in sys.stdlib_module_names or name not in sys.modules:
+        return False
+    file = getattr(sys.modules[name], "__file__", None)
+    return file is None or Path(file).is_relative_to(_STANDARD_FOLDER) and "site-packages" not in file
 
 
 def library_class(value: type) -> bool:

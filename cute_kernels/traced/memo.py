@@ -13,7 +13,7 @@ import dis
 import functools
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,11 +39,18 @@ STABLE = (
 )
 STABLE += (OpOverload, OpOverloadPacket)
 DYNAMIC = {"globals", "vars", "locals", "eval", "exec", "__import__"}  # what these give is not in the code
+GENERATED = {"__init__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__"}  # of a dataclass: they read its fields
+SPECIAL = {f"__{name}__" for name in (
+    "call getitem len contains iter next getattr getattribute post_init init eq ne lt le gt ge bool int index float "
+    "neg pos abs invert add sub mul truediv floordiv mod pow and or xor lshift rshift radd rsub rmul rtruediv "
+    "rfloordiv rmod rpow rand ror rxor torch_function"
+).split()}  # fmt: skip
+HEAP = 1 << 9  # in type.__flags__: the class is written in Python, or lives as such a one does
 MISSING = object()
 ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects: their latest trace
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """Part of a state has no value that can be compared."""
 
 
@@ -59,7 +66,7 @@ class _Strong:
         return self.value
 
 
-def _holder(value):
+def holder_of(value):
     """Gives the value back when it is called, as long as others keep it."""
     try:
         return weakref.ref(value)
@@ -68,10 +75,10 @@ def _holder(value):
 
 
 def _holders(values) -> list[tuple]:
-    return [(name, _holder(value)) for name, value in values.items()]
+    return [(name, holder_of(value)) for name, value in values.items()]
 
 
-def _same(holder, now) -> bool:
+def is_same(holder, now) -> bool:
     value = holder()
     return value is now and (value is not None or type(holder) is _Strong)
 
@@ -99,7 +106,7 @@ class State:
         state = State()
         try:
             state.key = state.walk(function)
-        except _Unreadable:
+        except Unreadable:
             return None
         return state
 
@@ -111,11 +118,11 @@ class State:
             if function.__kwdefaults__ is not keywords:
                 return False
             for cell, holder in zip(function.__closure__ or (), captured, strict=True):
-                if not _same(holder, _contents(cell)):
+                if not is_same(holder, contents_of(cell)):
                     return False
             scope = function.__globals__
             for name, holder in names:
-                if not _same(holder, scope.get(name, MISSING)):
+                if not is_same(holder, scope.get(name, MISSING)):
                     return False
         for ref, names in self.owners:
             owner = ref()
@@ -125,10 +132,10 @@ class State:
             if len(fields) - (ATTRIBUTE in fields) != len(names):
                 return False
             for name, holder in names:
-                if not _same(holder, fields.get(name, MISSING)):
+                if not is_same(holder, fields.get(name, MISSING)):
                     return False
         for owner, name, holder in self.items:
-            if not _same(holder, owner.get(name, MISSING)):
+            if not is_same(holder, owner.get(name, MISSING)):
                 return False
         for owner, values in self.lists:
             if len(owner) != len(values) or any(a is not b for a, b in zip(owner, values, strict=True)):
@@ -145,13 +152,13 @@ class State:
         if id(value) in self.seen:
             return self.seen[id(value)]
         if len(self.seen) >= LARGEST:
-            raise _Unreadable
+            raise Unreadable
         self.seen[id(value)] = len(self.seen)
         if kind is types.FunctionType:
             return self.function(value)
         if isinstance(value, Tensor):
             if value.is_nested or value.layout is not torch.strided:  # no strides; the trace says what is wrong
-                raise _Unreadable
+                raise Unreadable
             self.alive.append(weakref.ref(value))
             return id(value), value.shape, value.stride(), value.dtype, value.device
         if isinstance(value, type):
@@ -163,19 +170,18 @@ class State:
         if isinstance(value, STABLE):
             return kind, value
         if isinstance(value, types.ModuleType):
-            if library_module(value):
-                return value.__name__
-            raise _Unreadable  # its attributes may change, and which of them are read is not known
+            return value.__name__ if library_module(value) else self.module(value)
         if kind in (list, set, frozenset) or isinstance(value, tuple):
             if kind in (list, set):
                 self.lists.append((value, tuple(value)))
             return kind, tuple([self.walk(part) for part in value])
-        if kind in (dict, OrderedDict):
+        if kind in (dict, OrderedDict, defaultdict):
             self.lists.append((value, tuple(value)))
-            self.items += [(value, k, _holder(v)) for k, v in value.items()]
-            return kind, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
+            self.items += [(value, k, holder_of(v)) for k, v in value.items()]
+            default = self.walk(value.default_factory) if kind is defaultdict else None
+            return kind, default, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
         if isinstance(value, (list, set, dict)):
-            raise _Unreadable  # a subclass, which may hold more than its elements
+            raise Unreadable  # a subclass, which may hold more than its elements
         if kind is types.MethodType:
             return kind, self.walk(value.__func__), self.walk(value.__self__)
         if isinstance(value, functools.partial):
@@ -184,15 +190,18 @@ class State:
         if parameters is not None and parameters.frozen:
             return self.walk(kind), tuple([self.walk(getattr(value, name)) for name in kind.__dataclass_fields__])
         if not hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
-            raise _Unreadable
-        return self.walk(kind), self.attributes(value)
+            raise Unreadable
+        return self.walk(kind), _of_builtin(value), self.attributes(value)
+
+    def module(self, value: types.ModuleType):
+        raise Unreadable  # its attributes may change, and which of them are read is not known
 
     def attributes(self, value):
         """Those of an object, which may change."""
         try:
             ref = weakref.ref(value)
         except TypeError:
-            raise _Unreadable from None
+            raise Unreadable from None
         fields = {name: part for name, part in vars(value).items() if name != ATTRIBUTE}
         self.owners.append((ref, _holders(fields)))
         return tuple([(name, self.walk(part)) for name, part in fields.items()])
@@ -205,25 +214,47 @@ class State:
             if not library_class(base):
                 self.owners.append((weakref.ref(base), _holders(vars(base))))
                 for name, part in vars(base).items():
-                    if name == "__call__" or not name.startswith("__"):
+                    if not name.startswith("__") or is_special(base, name):
                         parts.append((name, self.walk(part)))
         return id(value), tuple(parts)
 
     def function(self, value: types.FunctionType):
-        captured, scope, names, found = [_contents(cell) for cell in value.__closure__ or ()], value.__globals__, (), {}
+        captured, scope, names, found = (
+            [contents_of(cell) for cell in value.__closure__ or ()],
+            value.__globals__,
+            (),
+            {},
+        )
         if not library_scope(scope):
             names = global_names(value.__code__)
             if not DYNAMIC.isdisjoint(names):
-                raise _Unreadable
+                raise Unreadable
             found = {name: scope[name] for name in names if name in scope}
         defaults, keywords = value.__defaults__, value.__kwdefaults__
-        holders = [_holder(part) for part in captured], _holders({name: scope.get(name, MISSING) for name in names})
+        holders = [holder_of(part) for part in captured], _holders({name: scope.get(name, MISSING) for name in names})
         self.functions.append((weakref.ref(value), value.__code__, defaults, keywords, *holders))
         parts = [*captured, *found.values(), *(defaults or ()), keywords]
         return value.__code__, tuple(found), tuple([self.walk(part) for part in parts]), self.attributes(value)
 
 
-def _contents(cell):
+def _of_builtin(value) -> str | None:
+    """What an object of a subclass of int, float, str, ... holds beside its attributes."""
+    for base in type(value).__mro__[1:-1]:
+        if not base.__flags__ & HEAP:
+            if base not in PLAIN and base is not float:
+                raise Unreadable
+            return base.__repr__(value)
+    return None
+
+
+def is_special(cls: type, name: str) -> bool:
+    """True for a method that Python calls without its name, as __call__, if the class has it as a function."""
+    if name not in SPECIAL or not isinstance(vars(cls).get(name), types.FunctionType):
+        return name == "__call__"
+    return name not in GENERATED or "__dataclass_params__" not in vars(cls)
+
+
+def contents_of(cell):
     try:
         return cell.cell_contents
     except ValueError:  # empty: a name that is assigned later

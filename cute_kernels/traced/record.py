@@ -67,6 +67,7 @@ class Traced:
 
     `read`: captured tensors whose contents the program depends on, with what was computed of them when it was traced:
     it holds as long as they are not written to.
+    `made`: those of `tensors` that the function computed itself.
     `used`: those of them that it did not only detach(), whose gradients would be lost.
     """
 
@@ -75,6 +76,7 @@ class Traced:
     read: tuple[Tensor, ...]
     used: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()  # of program.arguments
+    made: tuple[Tensor, ...] = ()
 
     @property
     def operands(self) -> tuple:
@@ -247,7 +249,9 @@ class Recorder(TorchDispatchMode):
             if tuple(result.shape) not in (self.shape, ()):
                 raise TypeError("it must return as many elements as it is given")
         tensors = tuple(tensor for tensor, _ in self.slots.values())
-        return Traced(self.builder.program(value), tensors, tuple(self.read.values()), tuple(self.used.values()))
+        made = tuple(t for t in tensors if id(t) in self.made)
+        program, read, used = self.builder.program(value), tuple(self.read.values()), tuple(self.used.values())
+        return Traced(program, tensors, read, used, made=made)
 
     def fail(self, reason: str, cause: Exception | None = None):
         raise Refused(f"{self.what}{_user_line()}: {reason}") from cause
