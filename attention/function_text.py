@@ -48,7 +48,8 @@ FLOAT = re.compile(r'\["float", (\d+)\]')
 DICTS = dict, OrderedDict, defaultdict
 CHANGED = (
     "under torch.compile: a global that a mask_mod or score_mod reads has changed since the forward pass, whose trace "
-    "is no longer cached; capture the value: write the function inside another one that has it"
+    "is not cached (it is not if the function computes something of a captured tensor as a whole); capture the value: "
+    "write the function inside another one that has it"
 )
 HIDDEN = (
     "under torch.compile a mask_mod or score_mod reads a tensor through a global in a way that its code does not show; "
@@ -150,9 +151,8 @@ def _function(fn, what: str, numbers: list[int], tensors: list[Tensor]) -> str:
             raise TypeError(f"under torch.compile a {what} has no arguments by keyword; capture their values")
     names = _names(fn.__code__)
     parts = [f'["function {facts[0]}", {_state(facts[0], numbers, tensors)}, {len(captured)}']
-    return (
-        ", ".join([*parts, *[_written(part, what, names, numbers, tensors) for part in (*captured, *defaults)]]) + "]"
-    )
+    parts += [_written(part, what, names, numbers, tensors) for part in (*captured, *defaults)]
+    return ", ".join(parts) + "]"
 
 
 def _parts_of_function(context) -> None:
@@ -247,7 +247,7 @@ class _Trace:
     program: Program
     numbers: tuple
     tensors: tuple[Tensor | int, ...]  # a number stands for the tensor at this place among the call's
-    whole: bool  # the program depends on what tensors hold
+    whole: str  # "captured" or "globals": the program depends on what such tensors hold
 
     def of_call(self, tensors: Sequence[Tensor]) -> tuple[Traced, list[int]]:
         values = tuple([tensors[t] if isinstance(t, int) else t for t in self.tensors])
@@ -266,7 +266,7 @@ def read(
 
     Raises:
         RuntimeError: the text is of another process; or the function reads a tensor in a way that its code does not
-            show; or its globals have changed since the forward pass, and that one's trace is no longer cached.
+            show; or its globals have changed since the forward pass, and that one's trace is not cached.
     """
     facts = tuple([(t.shape, t.dtype, t.device) for t in tensors])
     floats = tuple([repr(tensors[int(i)].item()) for i in FLOAT.findall(text)])
@@ -277,16 +277,16 @@ def read(
     stand_ins, states = _stand_ins(facts), []
     function = _value(json.loads(text), numbers, stand_ins, tensors, states)
     if not all([state.is_current(numbers[number]) for state, number, _ in states]):
-        if known is None:
+        if known is None or known.whole == "captured":  # which may be other tensors than those of the trace
             raise RuntimeError(CHANGED)
         return known.of_call(tensors)
     found = trace(function, device)
     of_globals = {id(t): first + i for state, _, first in states for i, t in enumerate(state.tensors)}
     at = {id(t): i for i, t in enumerate(stand_ins)} | of_globals
-    depends = any(id(t) in at for t in found.read)
-    if depends and whole:
+    parts = ["globals" if id(t) in of_globals else "captured" for t in found.read if id(t) in at]
+    if parts and whole:
         raise RuntimeError(whole)
-    if any(id(t) in at and id(t) not in of_globals for t in found.read):
+    if "captured" in parts:
         found = trace(_value(json.loads(text), numbers, tensors, tensors, []), device)
         at = {id(t): i for i, t in enumerate(tensors)} | of_globals
     known_ids = at.keys() | {id(t) for t in found.made}
@@ -295,7 +295,7 @@ def read(
     if len(_TRACES) >= MOST:
         _TRACES.popitem(last=False)
     places = tuple([at.get(id(t), t) for t in found.tensors])
-    known = _TRACES[key] = _Trace(found.program, found.numbers, places, depends)
+    known = _TRACES[key] = _Trace(found.program, found.numbers, places, min(parts, default=""))
     return known.of_call(tensors)
 
 

@@ -216,6 +216,22 @@ def test_a_trace_that_is_no_longer_cached(monkeypatch):
         backward(*parts)
 
 
+def test_captured_tensors_as_a_whole(monkeypatch):
+    """Their contents are not in the version: backward traces again, or raises."""
+
+    def of_steps(steps):
+        return lambda b, h, q, kv: kv < steps.cumsum(0)[q] + TABLE["reach"]
+
+    run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
+    passes = [forward(run, of_steps(torch.full((N,), n))) for n in (0, 1)]
+    for parts in passes:
+        backward(*parts)
+    passes = [forward(run, of_steps(torch.full((N,), n))) for n in (0, 1)]
+    monkeypatch.setitem(TABLE, "reach", 7)
+    with pytest.raises(RuntimeError, match="has changed since"):
+        backward(*passes[0])
+
+
 def test_attributes_that_the_code_does_not_name():
     """They make no new version, and so no new trace."""
     settings = types.SimpleNamespace(reach=100, step=0, file=open, many=list(range(200)))
