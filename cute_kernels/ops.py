@@ -128,8 +128,8 @@ def gemm(
 
 
 def _unusual(a, b, terms: tuple, more: dict, watches: bool) -> Tensor:
-    """gemm of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, or of
-    a Sparse24. watches: autograd differentiates it."""
+    """gemm of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, or
+    of a Sparse24. watches: autograd differentiates it."""
     bias, activation, residual, alpha, beta, out, out_dtype, epilogue = terms
     scale_a, scale_b, precision = more["scale_a"], more["scale_b"], more["precision"]
     if any_autocast() and out is None and precision is None:
