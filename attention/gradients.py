@@ -19,18 +19,18 @@ from .saved_mask import saved_mask
 
 class Attention(torch.autograd.Function):
     """attention and block_sparse_attention with LSE, differentiable once in q, k, v, sinks, and what a score_mod
-    captures."""
+    captures. Not to be applied under a transform of torch.func."""
 
     @staticmethod
-    def forward(ctx, run, options, mask, q, k, v, cu_q, cu_k, sinks, *captured):
+    def forward(ctx, call, q, k, v, sinks, *captured):
+        run, options, mask, cu_q, cu_k = call
         more = {} if cu_q is None and cu_k is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        more["sinks"] = sinks
         if mask is None:
-            out, lse = run(q, k, v, **options, **more, return_lse=True)
+            out, lse = run(q, k, v, **options, **more, sinks=sinks, return_lse=True)
             of_mask = ()
         else:
             mask = eager.as_block_mask(q, k, mask)  # as it is now: backward uses these tables
-            out, lse = run(q, k, v, mask, **options, **more, return_lse=True)
+            out, lse = run(q, k, v, mask, **options, **more, sinks=sinks, return_lse=True)
             mask, of_mask = saved_mask(mask, options["causal"], has_kernel(q))
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, *of_mask, *captured)
         if captured:  # saved above, and freed with what is saved
@@ -49,26 +49,30 @@ class Attention(torch.autograd.Function):
             of_mask, captured = captured[: mask.count], captured[mask.count :]
             options = options | {"causal": mask.causal}
             mask = mask.restored(of_mask)
-        needed = ctx.needs_input_grad[3:6]
-        sinks = sinks if ctx.needs_input_grad[8] else None
-        wanted = [slot for slot, n in enumerate(ctx.needs_input_grad[9:]) if n]
-        sums = sums_of(q, captured, wanted)
+        _, needs_q, needs_k, needs_v, needs_sinks, *wanted = ctx.needs_input_grad
+        sinks = sinks if needs_sinks else None
+        sums = None
         if captured:
+            sums = sums_of(q, captured, [slot for slot, wants in enumerate(wanted) if wants])
             options = options | {"score_mod": options["score_mod"].with_tensors(captured)}
         call = q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask
-        *gradients, of_sinks = gradients_of(*call, **options, sinks=sinks, sums=sums)
-        gradients = (g if n else None for g, n in zip(gradients, needed, strict=True))
+        dq, dk, dv, dsinks = gradients_of(*call, **options, sinks=sinks, sums=sums)
         of_captured = (sums[slot].to(t.dtype) if slot in sums else None for slot, t in enumerate(captured))
-        return None, None, None, *gradients, None, None, of_sinks, *of_captured
+        found = dq if needs_q else None, dk if needs_k else None, dv if needs_v else None
+        return None, *found, dsinks, *of_captured
+
+
+_apply = super(torch.autograd.Function, Attention).apply  # without torch.func's part, some 3 us a call
 
 
 def differentiable(run, q, k, v, mask, options: dict, sinks=None, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) of eager.attention or eager.block_sparse_attention with these options, with gradients."""
     score = options.get("score_mod")
+    call = run, options, mask, cu_q, cu_k
     if score is None:
-        return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks)
+        return _apply(call, q, k, v, sinks)
     check_score(score, score.wants_gradients, q, options["deterministic"])
-    return Attention.apply(run, options, mask, q, k, v, cu_q, cu_k, sinks, *score.tensors)
+    return _apply(call, q, k, v, sinks, *score.tensors)
 
 
 def check_score(score, wanted: bool, q, deterministic: bool | None) -> None:

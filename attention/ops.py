@@ -144,7 +144,7 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
     differentiable = out is None and watched(q, k, v, sinks)
     # The strides of a nested tensor of strided layout, which a look-up of plans reads, abort the process.
-    if differentiable or score_mod is not None or hidden() or getattr(q, "is_nested", False):
+    if score_mod is not None or hidden() or getattr(q, "is_nested", False):
         caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"))
         check_front("attention", q, k, v, sinks, out, *caches, *scales)
     if score_mod is not None:
@@ -245,7 +245,7 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
     scales = terms["q_scale"], terms["k_scale"], terms["v_scale"]
     differentiable = out is None and watched(q, k, v, sinks)
     # Asked before a function is traced, and before another form of mask is converted.
-    ask = differentiable or score_mod is not None or not isinstance(block_mask, BlockMask)
+    ask = score_mod is not None or not isinstance(block_mask, BlockMask)
     if ask or hidden() or getattr(q, "is_nested", False):
         check_front(op, q, k, v, sinks, out, *scales)
     if score_mod is not None:

@@ -7,13 +7,14 @@ Every op goes the same way: its own checks, `checked_plan`, `plan_kernel` where 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from cute_kernels.arch import ArchSpec
 from cute_kernels.dtypes import NAMES, NAMES_OF_OPERANDS, accumulator
 from cute_kernels.runtime import families
-from cute_kernels.runtime.call_plan import CallPlan
+from cute_kernels.runtime.call_plan import CallPlan, layout_of
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.workspace import zeros
 
@@ -38,6 +39,10 @@ class FlashPlan(CallPlan):
     # scale the shape that the kernel takes it as, None where it has that or is not there. () where that goes for all.
     values: Callable | None = None
     scale_shapes: tuple | None = None
+
+    @cached_property
+    def lse_layout(self) -> tuple:
+        return layout_of(self.lse_shape, torch.float32)
 
     def kernel_lines(self) -> list[str]:
         f = self.facts
@@ -188,7 +193,7 @@ def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None)
     more = plan.more if more is None else more
     if out is None:
         out = plan.new_out()
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device) if plan.facts.lse else None
+    lse = plan.new(*plan.lse_layout) if plan.facts.lse else None
     if plan.takes_counter:
         more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
     d = out

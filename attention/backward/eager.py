@@ -3,14 +3,15 @@
 A call with metadata seen before costs a look-up and the launches.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import NAMES
-from cute_kernels.runtime.call_plan import CallPlan, PlanCache
+from cute_kernels.runtime.call_plan import CallPlan, PlanCache, layout_of
 from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
@@ -31,8 +32,7 @@ OP = "attention's backward"
 _PLANS = PlanCache(operands=3)
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What a call of attention computes, besides its tensors."""
 
     bounds: tuple = (None, None)  # mask_mods.window_bounds
@@ -52,6 +52,10 @@ class BackwardPlan(CallPlan):
     tiles: int = 0  # query tiles of all heads
     scalars: tuple = ()  # the main kernel's, in its order
     scale: float = 1.0
+    gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
+    # of (LSE, D) of each tile's rows, fp32 (tiles, 2, tile_m); of sums of dQ (tiles, tile_m * D); and of turns, int32
+    # (tiles, dq_groups), or None
+    workspace: tuple = ()
 
 
 def backward(
@@ -83,8 +87,8 @@ def backward(
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return *(torch.zeros_like(t) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
-    # A plan knows of the alignment of q, k and v.
-    dout, out = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (dout, out))
+    if (dout.data_ptr() | out.data_ptr()) & 15:  # a plan knows of the alignment of q, k and v
+        dout, out = dout.clone(), out.clone()
     element, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if causal else mask
@@ -93,7 +97,7 @@ def backward(
     if score is not None:
         slots = tuple(sorted(sums or ()))
         mod = score.mod if cu_seqlens[0] is None else score.mod.kept_inside
-        terms, of_captured = replace(terms, score=mod, score_sums=slots), [sums[slot] for slot in slots]
+        terms, of_captured = terms._replace(score=mod, score_sums=slots), [sums[slot] for slot in slots]
     packed = cu_seqlens[0] is not None
     kind = None if mask is None else BlockKind(*mask.blocksize, element)
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
@@ -103,7 +107,7 @@ def backward(
     if plan is None:
         make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0], of_sinks)
         plan = _PLANS.checked(OP, key, tensors, None, make)
-    gradients = tuple(gradient_of(t) for t in (q, k, v))
+    gradients = [plan.new(*layout) for layout in plan.gradients]
     views = gradients
     if plan.views:
         q, k, v, dout, out, *views = (
@@ -113,11 +117,7 @@ def backward(
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
     captured = None if score is None else score.reads, of_captured
     config, device = plan.facts.config, plan.device
-    rows = torch.empty((plan.tiles, 2, config.tile_m), dtype=torch.float32, device=device)
-    sums = torch.empty((plan.tiles, config.tile_m * plan.facts.head_dim), dtype=torch.float32, device=device)
-    turns = None
-    if plan.facts.counted:
-        turns = torch.empty((plan.tiles, config.dq_groups), dtype=torch.int32, device=device)
+    rows, sums, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order = (turns,)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
@@ -128,7 +128,7 @@ def backward(
         blocks = *lists_of(mask), listed, *reads
     sink_sums = None
     if sinks is not None:
-        sink_sums = torch.empty((plan.tiles, PREPARE_WARPS), dtype=torch.float32, device=device)
+        sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
     zeroed = None if stored else sums
     plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, zeroed, turns, sinks, sink_sums)
@@ -164,7 +164,8 @@ def plan_backward(
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    results = ((f"d{name}", gradient_of(t, device="meta")) for name, t in named[:3])
+    results = [(f"d{name}", gradient_of(t, device="meta")) for name, t in named[:3]]
+    plan.gradients = tuple((tuple(t.shape), t.stride(), t.dtype) for _, t in results)
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()
     if packed:
@@ -174,6 +175,12 @@ def plan_backward(
         cols = k.shape[2]
     sequences, block_q = len(cu_q) - 1 if packed else None, None if kind is None else kind.block_q
     plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
+    config, turns = facts.config, (plan.tiles, facts.config.dq_groups)
+    plan.workspace = (
+        layout_of((plan.tiles, 2, config.tile_m), torch.float32),
+        layout_of((plan.tiles, config.tile_m * facts.head_dim), torch.float32),
+        layout_of(turns, torch.int32) if facts.counted else None,
+    )
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)
     bounds = None, None

@@ -3,7 +3,7 @@
 An op asks its PlanCache for `known`, and only where that has nothing for `checked`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,19 +42,22 @@ class CallPlan:
 
     @cached_property
     def out_layout(self) -> tuple:
-        """(shape, strides, dtype) of a contiguous output."""
-        return tuple(self.out_shape), torch.empty(self.out_shape, device="meta").stride(), self.out_dtype
+        """Arguments of `new` for a contiguous output."""
+        return layout_of(self.out_shape, self.out_dtype)
 
     @cached_property
     def cuda_index(self) -> int | None:
         """Of the CUDA device, where empty_on_cuda can serve it."""
         return self.device.index if self.device.type == "cuda" and empty_on_cuda is not None else None
 
-    def new_out(self) -> torch.Tensor:
-        shape, stride, dtype = self.out_layout
+    def new(self, shape: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the plan's device; shape and stride are plain tuples."""
         if self.cuda_index == current_device():
             return empty_on_cuda(shape, stride, dtype)
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+
+    def new_out(self) -> torch.Tensor:
+        return self.new(*self.out_layout)
 
     def kernel_lines(self) -> list[str]:
         """The kernel in words."""
@@ -71,6 +74,11 @@ class CallPlan:
         else:
             lines += [f"path: {self.facts.path}, compiled for {self.facts.arch}", *self.kernel_lines()]
         return "\n  ".join(lines + self.notes)
+
+
+def layout_of(shape: Sequence[int], dtype: torch.dtype) -> tuple:
+    """(shape, strides, dtype) of a contiguous tensor."""
+    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
 
 
 class PlanCache:
