@@ -55,6 +55,11 @@ def of_columns(bias: Tensor | None) -> bool:
     return bias is not None and (bias.dim() == 1 or bias.shape[0] == 1 and bias.dim() == 2 and bias.shape[1] > 1)
 
 
+def shaped(total: Tensor, bias: Tensor) -> Tensor:
+    """Sums of columns (N,) in the shape of the bias."""
+    return total if bias.dim() == 1 else total.view(bias.shape)  # a view takes 2 us
+
+
 def operands_to_save(a: Tensor, b: Tensor, needed: tuple) -> tuple[Tensor | None, Tensor | None]:
     """a and b, where the gradient of the other one is needed; needed: whether those of a and b are."""
     return a if needed[1] else None, b if needed[0] else None
@@ -141,7 +146,7 @@ def gemm_backward(
     db = sum_to(product(a.mT, operand, alpha), shape_b, dtype_b) if needs_b else None
     dbias = None
     if needs_bias:
-        dbias = sum_to(dz, bias.shape, bias.dtype) if sums is None else total.view(bias.shape)
+        dbias = sum_to(dz, bias.shape, bias.dtype) if sums is None else shaped(total, bias)
     dresidual = None
     if needs_residual:  # one that was not read has a gradient of 0, whatever dz is
         dresidual = dz if beta == 1 else dz * beta if beta != 0 else torch.zeros_like(dz)

@@ -13,8 +13,7 @@ from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
 from cute_kernels.epilogue_gradient.eager import epilogue_gradient
-from cute_kernels.gradients import column_sums, of_columns, saved_of, sum_to, through_epilogue
-from cute_kernels.matmul.terms import epilogue_program
+from cute_kernels.gradients import column_sums, of_columns, saved_of, shaped, sum_to, through_epilogue
 from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
 
@@ -70,7 +69,7 @@ class Bsr(torch.autograd.Function):
         db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, groups) if needs_b else None
         dbias = None
         if needs_bias:
-            dbias = bias_gradient(op, dz, bias, groups) if sums is None else total.view(bias.shape)
+            dbias = bias_gradient(op, dz, bias, groups) if sums is None else shaped(total, bias)
         if dvalues is not None and dvalues.dtype is not ctx.dtype:
             dvalues = dvalues.to(ctx.dtype)
         return None, dvalues, db, dbias, dz if needs_residual else None, None
@@ -93,15 +92,13 @@ _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without 
 
 
 def differentiable(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None, source=None
+    op: str, W: BsrMatrix, b, bias, activation, residual, epilogue, groups, accumulation_dtype, source=None
 ) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func.
 
-    source: the values that torch.autocast cast to W's dtype. If they live on without autograd, they are saved instead
-    of the copy, and backward casts them again: a copy for each use would be kept until backward.
+    epilogue: a Program. source: the values that torch.autocast cast to W's dtype. If they live on without autograd,
+    they are saved instead of the copy, and backward casts them again: a copy for each use would be kept until backward.
     """
-    if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
-        epilogue = epilogue_program(op, epilogue)
     stored = W.stored if source is None or not lives_on(source) else source
     result = _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
     return result[0] if type(result) is tuple else result

@@ -14,7 +14,7 @@ from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
-from cute_kernels.matmul.terms import check_activation
+from cute_kernels.matmul.terms import check_activation, epilogue_program
 from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
@@ -312,23 +312,41 @@ def called(
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
-    differentiates = out is None and watched(W, b, bias, residual)
+    watches = out is None and watched(W, b, bias, residual)
+    # A call with any of these raises where something is watched, or has a W that check_indices must look at first.
+    if watches and (
+        precision is not None or out_dtype is not None or scaled(b, None, scale_b, fast_accumulation)
+        or narrow(out, out_dtype, scale_out, amax)
+    ):  # fmt: skip
+        watches = None
     plain = type(W) is BsrMatrix and (W.checked or not W.check) and epilogue is None
-    if plain and not (compiling or casts or differentiates or hidden()):
+    if plain and watches is not None and not (compiling or casts or hidden()):
         try:
+            if watches:
+                return differentiable(op, W, b, bias, activation, residual, None, groups, accumulation_dtype)
             return eager.call(
                 op, W, b, bias, activation, residual, out, None, groups, False, scale_b, fast_accumulation,
                 accumulation_dtype, out_dtype, scale_out, amax, precision,
             )  # fmt: skip
         except NeedsDispatcher:
             pass
-    source = None
-    if casts and out is None and precision is None:
-        source = getattr(W, "stored", None)
-        W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
+    terms = W, b, bias, activation, residual, out, epilogue, groups
     more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
-    tensors = b, bias, residual, out, scale_b, scale_out, amax
+    return _unusual(op, terms, more, bool(watches))
+
+
+def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
+    """An op of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, with
+    another W than a checked BsrMatrix, or with a gradient that raises. watches: autograd differentiates it."""
+    W, b, bias, activation, residual, out, epilogue, groups = terms
+    scale_b, out_dtype, precision, sums = (more[x] for x in ("scale_b", "out_dtype", "precision", "accumulation_dtype"))
+    source, compiling = None, torch.compiler.is_compiling()
+    if any_autocast() and out is None and precision is None:
+        source = getattr(W, "stored", None)
+        W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
+    of_output = out_dtype, more["scale_out"], more["amax"]
+    tensors = b, bias, residual, out, scale_b, *of_output[1:]
     through_dispatcher = compiling or dispatched(op, getattr(W, "stored", W), *tensors)
     if through_dispatcher and not compiling:
         with undisturbed():
@@ -336,20 +354,22 @@ def called(
     terms = W, b, bias, activation, residual, out, epilogue, groups
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
-    of_operands = scaled(b, None, scale_b, fast_accumulation) or precision is not None
-    if of_operands or narrow(out, out_dtype, scale_out, amax) or out_dtype is not None:
+    of_operands = scaled(b, None, scale_b, more["fast_accumulation"]) or precision is not None
+    if of_operands or narrow(out, *of_output) or out_dtype is not None:
         return without_gradient(op, terms, through_dispatcher, **more)
     if not through_dispatcher:
         try:
-            if differentiates:
+            if watches:
+                if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
+                    epilogue = epilogue_program(op, epilogue)
                 W = W if type(W) is BsrMatrix else eager.as_bsr(op, W)
-                return differentiable(op, W, *terms[1:], accumulation_dtype=accumulation_dtype, source=source)
-            return eager.call(op, *terms, accumulation_dtype=accumulation_dtype)
+                return differentiable(op, W, b, bias, activation, residual, epilogue, groups, sums, source)
+            return eager.call(op, *terms, accumulation_dtype=sums)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
 
-    return traced_bsr(op, *terms, accumulation_dtype=accumulation_dtype)
+    return traced_bsr(op, *terms, accumulation_dtype=sums)
 
 
 def structured(

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.checks import check_no_grad, narrow
 from cute_kernels.dtypes import default_out_dtype
-from cute_kernels.gradients import of_columns, saved_of
+from cute_kernels.gradients import of_columns, saved_of, shaped
 from cute_kernels.runtime import library
 from cute_kernels.runtime.front import check_traced
 from cute_kernels.torch_op import (
@@ -81,7 +81,7 @@ def _backward(ctx, dy, *_):
     if needs_b:
         gradients[7] = ops.bsr_operand_gradient(*inputs, dz, groups)
     if needs_bias:
-        gradients[8] = bias_gradient(op, dz, bias, groups) if sums is None else total.view(bias.shape)
+        gradients[8] = bias_gradient(op, dz, bias, groups) if sums is None else shaped(total, bias)
     if needs_residual:
         gradients[10] = dz
     return tuple(gradients[:given])
