@@ -33,6 +33,7 @@ from cute_kernels.runtime.torch_compat import (
     entry_variable,
     load_cell,
     local_variable,
+    pending_writes,
     run_in_trace,
 )
 from cute_kernels.traced import global_state
@@ -50,6 +51,10 @@ CHANGED = (
     "under torch.compile: a global that a mask_mod or score_mod reads has changed since the forward pass, whose trace "
     "is not cached (it is not if the function computes something of a captured tensor as a whole); capture the value: "
     "write the function inside another one that has it"
+)
+WRITTEN = (
+    "the compiled function writes to a global, or to what it leads to, that a mask_mod or score_mod reads, which "
+    "torch.compile does after the graph has run; write it outside of the compiled function, or capture the value"
 )
 HIDDEN = (
     "under torch.compile a mask_mod or score_mod reads a tensor through a global in a way that its code does not show; "
@@ -189,6 +194,8 @@ def _values_of_state(context) -> None:
     state, entry = global_state.STATES[name.as_python_constant()], (global_state.__name__, "STATES")
     if state is None:
         values.items.append(constant_variable(None))
+    elif state.reads(*pending_writes()):
+        raise RuntimeError(WRITTEN)
     else:
         entry += (name.as_python_constant(),)
         values.items.extend((entry_variable(*entry, "version", state.changes), entry_variable(*entry, "tensors")))

@@ -232,6 +232,41 @@ def test_captured_tensors_as_a_whole(monkeypatch):
         backward(*passes[0])
 
 
+REACH = 100
+
+
+def write_global(n):
+    global REACH
+    REACH = n
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "write"),
+    [
+        (THROUGH["dict"][0], lambda n: TABLE.update(reach=n)),
+        (THROUGH["class"][0], lambda n: setattr(Config, "reach", n)),
+        (THROUGH["method"][0], lambda n: setattr(OBJECT, "reach", n)),
+        (lambda b, h, q, kv: (q - kv).abs() <= REACH, write_global),
+    ],
+)
+def test_globals_that_the_compiled_function_writes(mask_mod, write):
+    """Dynamo would write them after the graph."""
+
+    def attend(q, k, v, mask, n):
+        write(n)
+        return block_sparse_attention(q, k, v, mask)
+
+    mask = BlockMask.from_mask_mod(mask_mod, (N, N))
+    call = operands()
+    try:
+        out = torch.compile(attend, backend="eager")(*call, mask, 50)
+    except Exception as error:
+        assert "the compiled function writes to a global" in str(error)
+    else:  # torch 2.11 breaks the graph where an attribute of a class is written
+        assert torch.equal(out, attend(*call, mask, 50))
+    attend(*call, mask, 100)
+
+
 def test_attributes_that_the_code_does_not_name():
     """They make no new version, and so no new trace."""
     settings = types.SimpleNamespace(reach=100, step=0, file=open, many=list(range(200)))

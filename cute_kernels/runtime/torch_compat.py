@@ -55,6 +55,7 @@ __all__ = [
     "local_variable",
     "lower_to_function",
     "overrides_dispatch",
+    "pending_writes",
     "raw_stream",
     "run_in_trace",
     "schema_arguments",
@@ -336,3 +337,26 @@ def entry_variable(module: str, table: str, key: str, attribute: str, changes: b
     if torch.compiler.is_exporting():
         return constant_variable(value)
     return builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC if changes else None)
+
+
+def pending_writes() -> tuple[set[int], set[tuple[int, str]], set[str]]:
+    """(ids of containers, (id, attribute) of objects, names of globals) that the function being traced has written to.
+
+    Dynamo does these writes after the graph has run.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import NewGlobalVariable, PythonModuleVariable
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    containers, attributes, names = set(), set(), set()
+    for key, variable in effects.id_to_variable.items():
+        kind = variable.mutation_type
+        if isinstance(kind, ValueMutationExisting) and kind.is_modified:
+            containers.add(key)
+        elif isinstance(kind, AttributeMutationExisting):
+            fields = effects.store_attr_mutations.get(variable, ())
+            attributes.update((key, name) for name in fields)
+            if isinstance(variable, (NewGlobalVariable, PythonModuleVariable)):
+                names.update(fields)
+    return containers, attributes, names

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .libraries import library_class, library_module, library_scope, standard_library
 from .memo import (
+    ATTRIBUTE,
     DYNAMIC,
     MISSING,
     MOST,
@@ -72,10 +73,6 @@ class _NamedState(State):
                     return False
         return super().holds()
 
-    def global_values(self, scope: dict, names) -> tuple:
-        self.items += [(scope, name, holder_of(scope.get(name, MISSING))) for name in names]
-        return tuple([(name, self.walk(scope[name])) for name in names if name in scope])
-
     def function(self, value):
         if standard_library(value.__globals__.get("__name__")):
             return value
@@ -96,7 +93,7 @@ class _NamedState(State):
         parts = [self.following(value, names | fields.keys() & {"__wrapped__"})]
         if isinstance(value, nn.Module):
             for table in (value._parameters, value._buffers, value._modules):
-                parts.append(self.global_values(table, sorted(self.names & table.keys())))
+                parts.append(values_named(self, table, sorted(self.names & table.keys())))
         return tuple(parts)
 
     def type(self, value):
@@ -140,64 +137,79 @@ class GlobalState:
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors that it may read, in a fixed order."""
         if self._state is None:
-            self._collect(self._walked()[1])
-        elif not self._state.holds():
-            self._read()
+            self._walk()
+        else:
+            self._current()
         return tuple([t for ref in self._tensors if (t := ref()) is not None])
-
-    def _current(self) -> None:
-        if self._state is None or not self._state.holds():
-            self._read()
 
     def is_current(self, version: int) -> bool:
         """True if the values are now those of the version."""
         return version in self._issued if self._state is None else version == self.version
 
-    def _read(self) -> None:
-        state, names = self._walked()
-        self._collect(names)
-        self._state = state
-        alive, version = self._known.get(state and state.key, ((), None))
-        if state is None or version is None or any(ref() is None for ref in alive):
+    def reads(self, containers: set[int], attributes: set[tuple[int, str]], global_names: set[str]) -> bool:
+        """True if it may read one of these; objects are given by their ids."""
+        _, names, seen = self._walk()
+        if any(key in seen and name in names for key, name in attributes):
+            return True
+        return not containers.isdisjoint(seen) or not global_names.isdisjoint(names)
+
+    def _current(self) -> None:
+        """Make the version that of the values as they are now."""
+        if self._state is not None and self._state.holds():
+            return
+        self._state = state = self._walk()[0]
+        if state is None:
+            self._version = next(_versions)
+            self._issued.append(self._version)
+            return
+        alive, version = self._known.get(state.key, ((), None))
+        if version is None or any(ref() is None for ref in alive):
             version = next(_versions)
-            if state is None:
-                self._issued.append(version)
-            else:
-                if len(self._known) >= MOST:
-                    self._known.clear()
-                self._known[state.key] = state.alive, version
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[state.key] = state.alive, version
         self._version = version
 
-    def _collect(self, names: frozenset[str]) -> None:
-        found: dict[int, Tensor] = {}
-        if isinstance(self._root, type):
-            _collect(self._root, names, found, {})
-        else:
-            scope, code = self._root
-            _collect([scope[name] for name in _read_globals(scope, code) if name in scope], names, found, {})
-        self._tensors = [weakref.ref(t) for t in found.values()]
-
-    def _walked(self) -> tuple[_NamedState | None, frozenset[str]]:
-        """(the state, or None if it cannot be compared; the names in all code that it leads to)."""
+    def _walk(self) -> tuple[_NamedState | State | None, frozenset[str], dict[int, object]]:
+        """(the state, or None if it cannot be compared; the names in all code that it leads to; what was looked at, by
+        id). Finds the tensors, too."""
         names = frozenset() if isinstance(self._root, type) else names_in(self._root[1])
         while True:
-            plain = names.isdisjoint(UNNAMED)
-            state = _NamedState(names=names) if plain else State()
+            found, seen = {}, {}
+            _collect(self._root_values(), names, found, seen)
+            codes = {value.__code__ for value in seen.values() if isinstance(value, types.FunctionType)}
+            unnamed = not names.isdisjoint(UNNAMED)
+            state = State() if unnamed else _NamedState(names=names, codes=codes)
             try:
-                if isinstance(self._root, type):
-                    state.key = state.walk(self._root)
-                else:
-                    scope, code = self._root
-                    if not DYNAMIC.isdisjoint(global_names(code)):
-                        raise Unreadable
-                    state.key = _NamedState.global_values(state, scope, _read_globals(scope, code))
+                state.key = self._key(state)
             except Unreadable:
                 state.key = None
-            more = names.union(*map(names_in, state.codes)) if plain else names
+            more = names.union(*map(names_in, codes))
             if more == names:
+                self._tensors = [weakref.ref(t) for t in found.values()]
                 state.seen.clear()
-                return (None if state.key is None else state), names
+                return (None if state.key is None else state), names, seen
             names = more
+
+    def _root_values(self) -> list:
+        if isinstance(self._root, type):
+            return [self._root]
+        scope, code = self._root
+        return [scope[name] for name in _read_globals(scope, code) if name in scope]
+
+    def _key(self, state: State):
+        if isinstance(self._root, type):
+            return state.walk(self._root)
+        scope, code = self._root
+        if not DYNAMIC.isdisjoint(global_names(code)):
+            raise Unreadable
+        return values_named(state, scope, _read_globals(scope, code))
+
+
+def values_named(state: State, fields: dict, names) -> tuple:
+    """The part of the key that the values of a dict under these names are, some of which may be missing."""
+    state.items += [(fields, name, holder_of(fields.get(name, MISSING))) for name in names]
+    return tuple([(name, state.walk(fields[name])) for name in names if name in fields])
 
 
 def _read_globals(scope: dict, code: types.CodeType) -> list[str]:
@@ -256,13 +268,21 @@ def _collect(value, names: frozenset[str], found: dict[int, Tensor], seen: dict)
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         parts += value
     elif isinstance(value, (dict, types.MappingProxyType)):
-        named = [part for key, part in value.items() if not isinstance(key, str) or key in names]
-        parts += named or value.values()
+        named = any(isinstance(part, Tensor) and key in names for key, part in value.items() if isinstance(key, str))
+        for key, part in value.items():
+            if not named or not isinstance(part, Tensor) or not isinstance(key, str) or key in names:
+                parts.append(part)
     elif isinstance(value, types.FunctionType):
-        if not library_scope(value.__globals__):
-            scope = value.__globals__
+        scope = value.__globals__
+        if library_scope(scope) or standard_library(scope.get("__name__")):
+            del seen[id(value)]
+        else:
             parts += [contents_of(cell) for cell in value.__closure__ or ()]
-            parts += [value.__defaults__, value.__kwdefaults__, *vars(value).values()]
+            parts += [
+                value.__defaults__,
+                value.__kwdefaults__,
+                *(part for name, part in vars(value).items() if name != ATTRIBUTE),
+            ]
             parts += [scope[name] for name in global_names(value.__code__) if name in scope]
     elif isinstance(value, types.MethodType):
         parts += [value.__func__, value.__self__]
@@ -275,14 +295,16 @@ def _collect(value, names: frozenset[str], found: dict[int, Tensor], seen: dict)
     elif isinstance(value, type):
         bases = _own_bases(value)
         parts += [part for base in bases for n, part in vars(base).items() if _is_followed(base, n, names)]
-    elif not isinstance(value, types.ModuleType) or not library_module(value):
+    elif isinstance(value, types.ModuleType):
+        if not library_module(value) and not standard_library(value.__name__):
+            parts += [part for name, part in vars(value).items() if name in names]
+    else:
         fields = getattr(value, "__dict__", {})
         tables = [fields, *(fields[t] for t in ("_parameters", "_buffers", "_modules") if t in fields)]
-        unnamed = _reads_unnamed(type(value), names)
-        parts += [part for table in tables for name, part in table.items() if name in names or unnamed]
+        every = _reads_unnamed(type(value), names) or not names.isdisjoint(UNNAMED)
+        followed = names | {"__wrapped__"}
+        parts += [part for table in tables for name, part in table.items() if every or name in followed]
         slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()) if name in names]
-        parts += [getattr(value, name, None) for name in slots]
-        if not isinstance(value, types.ModuleType):
-            parts.append(type(value))
+        parts += [type(value), *(getattr(value, name, None) for name in slots)]
     for part in parts:
         _collect(part, names, found, seen)
