@@ -337,8 +337,8 @@ def called(
 
 
 def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
-    """An op of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, with
-    another W than a checked BsrMatrix, or with a gradient that raises. watches: autograd differentiates it."""
+    """An op of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function,
+    with another W than a checked BsrMatrix, or with a gradient that raises. watches: autograd differentiates it."""
     W, b, bias, activation, residual, out, epilogue, groups = terms
     scale_b, out_dtype, precision, sums = (more[x] for x in ("scale_b", "out_dtype", "precision", "accumulation_dtype"))
     source, compiling = None, torch.compiler.is_compiling()
