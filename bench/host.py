@@ -128,7 +128,7 @@ def cases(device: str = "cuda") -> Iterator[HostCase]:
     }
     gelu = nn.Sequential(nn.Linear(128, 128, **where), nn.GELU())
     gelu = BsrLinear(128, 128, **blocks(activation="gelu")), gelu, (a,)
-    swiglu = SwiGLU(128, 256, **blocks()), DenseSwiGLU(128, 256, **where), (a,)
+    swiglu = SwiGLU(128, 256, density=0.5, **where), DenseSwiGLU(128, 256, **where), (a,)
 
     def ours(q, k, v):
         return attention(q, k, v, causal=True)

@@ -117,8 +117,16 @@ def function_named(name: str | None):
     return _FUNCTIONS[name]
 
 
-def _run(a, b, *, out, epilogue, **terms):
-    return eager.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms)
+def _run(
+    a, b, *, out, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision,
+    scale_a=None, scale_b=None, fast_accumulation=False,
+):  # fmt: skip
+    if epilogue is not None:
+        epilogue = function_named(epilogue)
+    return eager.gemm(
+        a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, False, scale_a, scale_b,
+        fast_accumulation, accumulation_dtype, None, None, precision,
+    )  # fmt: skip
 
 
 def _fake(a, b, *, out_dtype, **terms):

@@ -34,13 +34,17 @@ MATRIX_ARGUMENTS = 6
 GRADIENTS = (None,) * 15  # of all inputs and terms
 
 
-def _run(op, *inputs, out, out_dtype, epilogue, with_z=False, **terms):
-    *matrix, b = inputs
-    if with_z:
-        return call(op, _matrix(*matrix), b, out=None, epilogue=function_named(epilogue), **terms, with_z=True)
-    if out is None and out_dtype is not None:
-        out = b.new_empty(_shape(op, *matrix, b), dtype=out_dtype)
-    return call(op, _matrix(*matrix), b, out=out, epilogue=function_named(epilogue), **terms)
+def _run(
+    op, transposed, crow, col, values, columns, check, b, *, out, bias, activation, residual, out_dtype, epilogue,
+    groups, accumulation_dtype, with_z=False,
+):  # fmt: skip
+    W = _matrix(transposed, crow, col, values, columns, check)
+    if epilogue is not None:
+        epilogue = function_named(epilogue)
+    if out is None and out_dtype is not None and not with_z:
+        out = b.new_empty(_shape(op, transposed, crow, col, values, columns, check, b), dtype=out_dtype)
+    terms = bias, activation, residual, out, epilogue, groups, with_z, None, False, accumulation_dtype
+    return call(op, W, b, *terms)
 
 
 def _fake(op, *inputs, out_dtype, **terms):
