@@ -223,6 +223,21 @@ class BsrMatrix(Conversions, LikeTensor):
             matrix._remember()
         return matrix
 
+    @classmethod
+    def _traced(
+        cls, crow: Tensor, col: Tensor, values: Tensor, shape: tuple[int, ...], blocksize: tuple[int, int], check: bool
+    ) -> BsrMatrix:
+        """A matrix for a compiled graph, of a module's tensors, which the module has checked: each check here would be
+        traced and guarded."""
+        matrix, patterns = object.__new__(cls), crow.dim() == 2
+        matrix._set(
+            crow_indices=crow, col_indices=col, stored=values, stored_scales=None, base=None, numbers=None,
+            shape=shape, blocksize=blocksize, batch="patterns" if patterns else "values" if values.dim() == 4 else None,
+            nnz=values.shape[-3], n_block_rows=shape[-2] // blocksize[0], n_block_cols=shape[-1] // blocksize[1],
+            check=check, checked=False, even=False, stats=NOT_KNOWN, key=(), plans=None,
+        )  # fmt: skip
+        return matrix
+
     def transpose(self) -> BsrMatrix:
         """A new (K, M) matrix, or batch of them, with (bk, bm) blocks; copies indices and values. Differentiable.
 

@@ -14,6 +14,9 @@ from ..traced.program import Program
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import VECTOR, EpilogueGradientFacts, parts_of
 
+MOST_KERNELS = 1024
+_KERNELS: dict[tuple, tuple] = {}  # arguments of _kernel -> its result
+
 derivative_of = functools.lru_cache(1024)(lambda activation, program: derivative(followed_by(activation, program)))
 
 
@@ -29,14 +32,13 @@ def epilogue_gradient(
         saved: z, or y of a ReLU without a function; contiguous, of dy's shape.
         sums: whether columns are to be added up.
     """
-    slope = derivative_of(activation, program)
     cols = dy.shape[-1] if dy.dim() else 1
-    facts = None
-    if dy.is_cuda and dy.dtype == saved.dtype and cols % VECTOR == 0 and dy.numel():
-        arch, sms, _ = device_arch(dy.get_device())
-        facts = EpilogueGradientFacts(arch.target, NAMES.get(dy.dtype, str(dy.dtype)), slope, sums)
-    if facts is None or unsupported(facts) or saved.data_ptr() & 15:
-        return _by_torch(dy, saved, slope, sums)
+    function = None
+    if dy.is_cuda and dy.dtype is saved.dtype and cols % VECTOR == 0 and dy.numel() and not saved.data_ptr() & 15:
+        key = activation, program, dy.dtype, sums, dy.get_device()
+        function, sms = _KERNELS[key] if key in _KERNELS else _kernel(*key)
+    if function is None:
+        return _by_torch(dy, saved, derivative_of(activation, program), sums)
     dy = dy.contiguous()
     if dy.data_ptr() & 15:
         dy = dy.clone()
@@ -44,8 +46,20 @@ def epilogue_gradient(
     rows = dy.numel() // cols
     parts = parts_of(rows, cols, sms)
     partial = dy.new_empty(parts, cols, dtype=torch.float32) if sums else None
-    function_for(facts)(*(t.view(rows, cols) for t in (dy, saved, dz)), partial, parts)
+    matrices = (dy, saved, dz) if dy.dim() == 2 else (t.view(rows, cols) for t in (dy, saved, dz))
+    function(*matrices, partial, parts)
     return dz, partial.sum(0) if sums else None
+
+
+def _kernel(activation: str | None, program: Program | None, dtype: torch.dtype, sums: bool, index: int) -> tuple:
+    """(the kernel's function, or None where there is no kernel, multiprocessors) of a CUDA device; kept."""
+    if len(_KERNELS) >= MOST_KERNELS:
+        _KERNELS.clear()
+    arch, sms, _ = device_arch(index)
+    facts = EpilogueGradientFacts(arch.target, NAMES.get(dtype, str(dtype)), derivative_of(activation, program), sums)
+    found = None if unsupported(facts) else function_for(facts), sms
+    _KERNELS[activation, program, dtype, sums, index] = found
+    return found
 
 
 def _by_torch(dy: Tensor, saved: Tensor, slope: Program, sums: bool) -> tuple[Tensor, Tensor | None]:

@@ -143,7 +143,8 @@ class BsrModule(nn.Module):
             ValueError: the indices are no pattern, as after to_empty().
         """
         if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
-            return self._matrix(self.values, check=not self._checked)
+            tensors = self.crow_indices, self.col_indices, self.values
+            return BsrMatrix._traced(*tensors, self.matrix_shape, self.blocksize, not self._checked)
         kept, buffers = self._weight, self._buffers
         values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
         if values is None:  # a parametrized one is an attribute of another kind
