@@ -13,7 +13,7 @@ import torch
 from .. import checks
 from ..overlap import extent
 from .front import check_plain
-from .torch_compat import TensorGuards, current_device, empty_on_cuda
+from .torch_compat import TensorGuards, current_device, empty_on_cuda, increment_version
 
 MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
 MOST_APART = 64  # distances of interleaved views that a plan has
@@ -87,6 +87,9 @@ class PlanCache:
 
     Terms are hashable, hold all else that a plan depends on, and say which tensors there are; None where there are
     none to be had.
+
+    Who gets a plan writes to out. The write is counted here, as torch counts its own: otherwise autograd would not
+    notice that a tensor that it has saved is overwritten by a kernel.
     """
 
     def __init__(self, operands: int = 2):
@@ -121,6 +124,8 @@ class PlanCache:
                                 return None
                     if differentiable and torch.is_grad_enabled():
                         break
+                    if out is not None:
+                        increment_version((out,))
                     return plan
         except (AttributeError, IndexError, TypeError, RuntimeError):  # terms without a hash, no tensor, a sparse one
             pass
@@ -156,6 +161,8 @@ class PlanCache:
             if not any(test(*tensors) for test, *_ in recent):
                 recent.insert(0, (test_of(tensors), any(t.requires_grad for t in tensors), plan))
                 del recent[MOST_RECENT:]
+        if out is not None:
+            increment_version((out,))
         return plan
 
 

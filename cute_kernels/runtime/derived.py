@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .graphs import lasting_memory
-from .torch_compat import DisableFuncTorch, functorch_active, in_graph_trace, is_transformed, raw_stream
+from .torch_compat import (
+    DisableFuncTorch,
+    functorch_active,
+    in_graph_trace,
+    increment_version,
+    is_transformed,
+    raw_stream,
+)
 
 MOST = 64  # values of one owner, besides pinned ones
 
@@ -150,5 +157,6 @@ def captured(tensor: torch.Tensor) -> bool:
 
 
 def written(*tensors: torch.Tensor) -> None:
-    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again, and autograd
+    raises if it has saved the tensor."""
+    increment_version(tensors)

@@ -46,6 +46,7 @@ __all__ = [
     "has_memory",
     "has_tangent",
     "in_graph_trace",
+    "increment_version",
     "is_composite",
     "is_dtensor",
     "is_grads_batched",
@@ -174,6 +175,8 @@ current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # () -> index
 # (shape, strides, dtype) -> tensor on the current CUDA device; inductor's, which takes 0.6 us less than torch's
 empty_on_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 foreach_copy_ = torch._foreach_copy_  # (destinations, sources): one launch for many tensors
+# (tuple of tensors): counts a write to each, but for those of inference mode. 0.1 us; torch.autograd.graph's takes 0.3
+increment_version = torch._C._increment_version
 
 
 def compiled_with_cuda_graphs() -> bool:
