@@ -62,7 +62,7 @@ def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> N
     """Of a call whose gradients are asked for: no cache, no 8-bit floats, and no scales, which nothing would read."""
     if cache or narrow(k, v):
         raise RuntimeError(NO_CACHE)
-    if any(scale is not None for scale in scales):
+    if any([scale is not None for scale in scales]):
         raise TypeError(
             f"{op}: q_scale, k_scale and v_scale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
             "multiply by them first, as (k * k_scale).to(k.dtype)"

@@ -155,11 +155,19 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
         return eager.attention(q, k, v, **terms)
     cache = terms["seqlens_k"] is not None or terms["block_table"] is not None
     checks.check_differentiable("attention", k, v, scales, cache)
-    options = {name: terms[name] for name in (*OPTIONS, "window", "score_mod") if name in terms}
-    found = _with_gradient(
-        "attention", eager.attention, q, k, v, None, options, sinks, terms["cu_seqlens_q"], terms["cu_seqlens_k"]
-    )
+    options = _options(terms)
+    options["window"] = terms["window"]
+    packed = terms["cu_seqlens_q"], terms["cu_seqlens_k"]
+    found = _with_gradient("attention", eager.attention, q, k, v, None, options, sinks, *packed)
     return found if terms["return_lse"] else found[0]
+
+
+def _options(terms: dict) -> dict:
+    """What backward reads, too, of the terms of both ops."""
+    options = {name: terms[name] for name in OPTIONS}
+    if "score_mod" in terms:
+        options["score_mod"] = terms["score_mod"]
+    return options
 
 
 def block_sparse_attention(
@@ -255,7 +263,7 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
     if not differentiable or not isinstance(terms["return_lse"], bool):
         return eager.block_sparse_attention(q, k, v, block_mask, **terms)
     checks.check_differentiable(op, k, v, scales)
-    options = {name: terms[name] for name in (*OPTIONS, "score_mod") if name in terms}
+    options = _options(terms)
     found = _with_gradient(op, eager.block_sparse_attention, q, k, v, block_mask, options, sinks)
     return found if terms["return_lse"] else found[0]
 
@@ -276,7 +284,8 @@ def _bound(op: str, score_mod, q) -> BoundScore:
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
-    checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
+    if checks.WIDE in (q.shape[-1], v.shape[-1]):
+        checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 
     return differentiable(run, q, k, v, mask, options, sinks, cu_q, cu_k)

@@ -174,7 +174,7 @@ def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, group
     """Run the plan's kernel on the tensors as it views them."""
     family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
-    if family.orders and _takes_order(W):
+    if plan.tiles and _takes_order(W):
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = family.work_order(W, tiles), 1
     pattern = family.pattern(plan.facts, W, order, groups)
@@ -182,7 +182,8 @@ def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, group
 
 
 def _takes_order(W) -> bool:
-    """Whether a table orders the work tiles: of one pattern, whatever number of columns or items it multiplies."""
+    """Whether a table orders the work tiles, if the plan has `tiles`: of one pattern, whatever number of columns or
+    items it multiplies."""
     return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
 
 
@@ -200,7 +201,7 @@ def _explained(op: str, W, b, terms: Terms, out, groups=None, out_dtype=None) ->
     if W.check and W.device.type != "meta":
         W.check_indices()  # plans depend on what it finds out
     plan = _plan(op, W, b, terms, out, groups, out_dtype)
-    if plan.facts is not None and plan.family.orders and _takes_order(W):
+    if plan.facts is not None and plan.tiles and _takes_order(W):
         plan.facts = replace(plan.facts, ordered=True)
         plan.notes.append("block rows differ in length: a table orders the work tiles, the longest first")
     return plan
@@ -505,7 +506,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
     # same to a CTA in every panel.
     _, plan.uneven_ctas = plan.facts.counts(None, resident_clusters(cfg, sms) * cfg.cluster)
     if plan.family.orders:
-        plan.tiles = tile_order.Tiles(
+        tiles = tile_order.Tiles(
             row_tiles=-(-bm // cfg.tile_m) // cfg.cluster_m,
             steps=steps,
             tiles_n=-(-N // (cfg.tile_n * cfg.cluster_n)),
@@ -513,6 +514,9 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
             group=plan.group,
             workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
         )
+        count = max(tiles.row_tiles, 1) * W.n_block_rows * tiles.tiles_n * tiles.batch  # or fewer, of joined block rows
+        if tiles.workers is None or count > tiles.workers:  # else each worker has one tile, and an order is none
+            plan.tiles = tiles
 
     def first_call(*args):
         """Compiles when it is called: an uneven pattern takes `ordered` instead."""

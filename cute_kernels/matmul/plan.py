@@ -26,7 +26,7 @@ class Plan(CallPlan):
     staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
     family: Any = None  # of a block-sparse product's kernel
-    tiles: tuple = ()  # of one whose work tiles may be ordered: sparse_collective.tile_order's Tiles
+    tiles: tuple = ()  # of one with more work tiles than workers: sparse_collective.tile_order's Tiles, to order them
     split_blocks: bool = False  # of a block-sparse product: whether each value is multiplied in parts, see precision
     unfused: bool = False  # of a gated product: whether torch computes the gate of a plain one
     ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
