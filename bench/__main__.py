@@ -10,6 +10,8 @@
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
+    host            host overhead of single calls, eager and compiled, forward and backward, beside torch's and FA4's;
+                    with no GPU, counts of Python calls
     structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the configurations for a problem, and keep the winner
@@ -51,6 +53,7 @@ from . import (
     table,
     variants,
 )
+from . import host as host_overhead
 from .gates import command as gates
 from .rows import Case, Row, reason
 from .timing import host_cost
@@ -91,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     for name in SUITES:
         commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
     commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    for module in (gates, tune, compare, variants):
+    for module in (gates, host_overhead, tune, compare, variants):
         module.add_command(commands)
     return top
 

@@ -2,6 +2,7 @@
 
 bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-backward, float8, generation, training:
                                      what `python -m bench` measured
+bench/results/<card>/host.json       host overhead of single calls: `python -m bench host`
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
 bench/results/<card>/gates.json      the verdicts of all gates; tune.json what the tuner found

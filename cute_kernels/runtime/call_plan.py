@@ -52,7 +52,8 @@ class CallPlan:
 
     def new(self, shape: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the plan's device; shape and stride are plain tuples."""
-        if self.cuda_index == current_device():
+        # Without a driver, asking for the current device raises: only a plan for a CUDA device does.
+        if self.cuda_index is not None and self.cuda_index == current_device():
             return empty_on_cuda(shape, stride, dtype)
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
