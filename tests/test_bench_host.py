@@ -4,17 +4,17 @@ CALLS holds the number of Python calls per row, with the torch version of constr
 eager rows, ours minus torch's in the same run for compiled rows, since torch's own part differs between its versions. A
 row may make 5 % more than that, at least two calls.
 
-To renew a number after a change that adds calls on purpose, write the one that the failing assertion shows, and say in
-the commit what the calls are for: each costs 30 to 100 ns. After a change that saves calls, write those that
-`TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 python -m bench host` shows on a machine without a GPU: "ours" for eager rows,
-"ours - torch" for compiled ones (inductor's own C++ kernels, which are replaced here, may add one or two).
+`python -m tests.test_bench_host` prints the table as it is now, to be copied here after a change that saves calls, or
+that adds some on purpose: the commit then says what for, since each call costs 30 to 100 ns.
 """
 
+import contextlib
 import json
 import math
 import shutil
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -31,29 +31,29 @@ from .emulator import emulate
 
 CALLS = {
     "gemm, eager": 24,
-    "bsr_linear, eager": 39,
-    "bsr_matmul, eager": 39,
-    "BsrLinear, eager": 36,
+    "bsr_linear, eager": 28,
+    "bsr_matmul, eager": 28,
+    "BsrLinear, eager": 35,
     "attention, causal, eager": 30,
-    "SwiGLU, eager": 92,
+    "SwiGLU, eager": 80,
     "block_sparse_attention of FlexAttention's mask, eager": 92,
     "gemm, eager backward": 127,
-    "BsrLinear, eager backward": 189,
-    "BsrLinear, GELU, eager backward": 215,
-    "SwiGLU, eager backward": 358,
-    "attention, causal, eager backward": 162,
-    "block_sparse_attention of FlexAttention's mask, eager backward": 316,
+    "BsrLinear, eager backward": 177,
+    "BsrLinear, GELU, eager backward": 203,
+    "SwiGLU, eager backward": 324,
+    "attention, causal, eager backward": 158,
+    "block_sparse_attention of FlexAttention's mask, eager backward": 312,
     "gemm, compiled": 15,
-    "bsr_linear, compiled": 38,
-    "bsr_matmul, compiled": 39,
-    "BsrLinear, compiled": 32,
+    "bsr_linear, compiled": 27,
+    "bsr_matmul, compiled": 28,
+    "BsrLinear, compiled": 31,
     "attention, causal, compiled": 22,
-    "SwiGLU, compiled": 61,
-    "SwiGLU, reduce-overhead": 58,
+    "SwiGLU, compiled": 49,
+    "SwiGLU, reduce-overhead": 46,
     "gemm, compiled backward": 47,
-    "BsrLinear, compiled backward": 134,
-    "BsrLinear, GELU, compiled backward": 161,
-    "SwiGLU, compiled backward": 263,
+    "BsrLinear, compiled backward": 122,
+    "BsrLinear, GELU, compiled backward": 149,
+    "SwiGLU, compiled backward": 229,
     "attention, causal, compiled backward": 65,
 }
 EAGER = [title for title in CALLS if "eager" in title]
@@ -79,37 +79,42 @@ def test_every_row_has_a_limit(rows):
 # -- Python calls --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("title", EAGER)
-def test_python_calls_of_eager_rows(rows, title):
-    with host.launches_replaced():
-        calls = host.counted(rows[title])["calls"][OURS]
-    assert calls == int(calls), "the number differs from call to call"
-    assert calls <= most(title), f"{title}: {calls:g} Python calls, were {CALLS[title]}; see the head of this file"
-
-
-@pytest.fixture
-def fresh_inductor(monkeypatch):
+@contextlib.contextmanager
+def fresh_inductor():
     """Inductor without its cache on disk, which may hold code that calls the ops as they were.
 
     Its own C++ kernels do nothing, and no instruction set is probed: compiling C++ would take most of the time.
     """
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, *args, **options: lambda *tensors: None)
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])
+    empty = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda self, *args, **options: lambda *tensors: None)
     torch.compiler.reset()
-    with inductor.patch(force_disable_caches=True):
-        yield
+    with empty, mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: []):
+        with inductor.patch(force_disable_caches=True):
+            yield
     torch.compiler.reset()
+
+
+def python_calls(case: HostCase) -> float:
+    """The number that CALLS holds."""
+    eager = case.title in EAGER
+    with host.launches_replaced(), contextlib.nullcontext() if eager else fresh_inductor():
+        calls = host.counted(case)["calls"]
+    return calls[OURS] - (0 if eager else calls[TORCH])
+
+
+@pytest.mark.parametrize("title", EAGER)
+def test_python_calls_of_eager_rows(rows, title):
+    calls = python_calls(rows[title])
+    assert calls == int(calls), "the number differs from call to call"
+    assert calls <= most(title), f"{title}: {calls:g} Python calls, were {CALLS[title]}; see the head of this file"
 
 
 @pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="inductor needs a C++ compiler (CXX)")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("title", COMPILED)
-def test_python_calls_of_compiled_rows(rows, fresh_inductor, title):
-    with host.launches_replaced():
-        calls = host.counted(rows[title])["calls"]
-    above = calls[OURS] - calls[TORCH]
-    assert above <= most(title), (
-        f"{title}: {above:g} more Python calls than torch, were {CALLS[title]}; see the head of this file"
+def test_python_calls_of_compiled_rows(rows, title):
+    more = python_calls(rows[title])
+    assert more <= most(title), (
+        f"{title}: {more:g} more Python calls than torch, were {CALLS[title]}; see the head of this file"
     )
 
 
@@ -278,3 +283,8 @@ def test_fa4_takes_tokens_before_heads(monkeypatch):
         with case.grad_mode():
             case.call(FA4)()
         assert seen[-1] == ((1, 16, 2, 8), True, True, form == "eager backward")
+
+
+if __name__ == "__main__":
+    measured = {case.title: python_calls(case) for case in cases_host.cases("cpu")}
+    print("\n".join(f'    "{title}": {measured[title]:g},' for title in CALLS))
