@@ -6,7 +6,6 @@ that name.
 
 import hashlib
 import math
-import types
 
 import torch
 
@@ -18,13 +17,24 @@ from .gradients import gemm_backward, operands_to_save, saved_of
 from .matmul.terms import check_one_number, traced_epilogue
 from .runtime import library
 from .runtime.front import check_traced, undisturbed
-from .runtime.torch_compat import guard_identity
+from .runtime.torch_compat import (
+    constant_variable,
+    guard_attribute,
+    local_variable,
+    pending_writes,
+    run_in_trace,
+    value_of,
+)
+from .traced import global_state
 from .traced.program import Program
 
 _FUNCTIONS: dict[str, object] = {}
+ADVICE = (
+    "capture the number itself, as in factor = config.factor before lambda z: z * factor, or apply a tensor to the "
+    "result, as in gemm(a, b) * scale"
+)
 
 
-@torch.compiler.assume_constant_result
 def register_function(fn, compiled: bool = False) -> str | None:
     """The name under which a graph refers to an epilogue function: that of its program.
 
@@ -53,59 +63,42 @@ def register(name: str, function) -> str:
 
 
 def named_function(fn) -> str | None:
-    """register_function inside a trace, which must not serve another function of the same code by the same graph; or
-    of a call that goes through the dispatcher."""
+    """The name of an epilogue function in a graph that is being traced, or in a call that goes through the dispatcher.
+
+    The graph serves calls with this function, as long as what the function reads beside its argument is the same.
+    """
     if fn is None:
         return None
-    if not torch.compiler.is_compiling():
+    names: list[str] = []
+    compiled = torch.compiler.is_compiling()
+    if compiled:
+        run_in_trace(_name_in_trace)
+    if len(names) == 0:  # not a trace of Dynamo
         with undisturbed():
-            return register_function(fn)
-    depend_on(fn)
-    return register_function(fn, True)
+            names.append(register_function(fn, compiled))
+    return names[0]
 
 
-def depend_on(fn) -> None:
-    """Make the graph that is being traced serve this function alone.
-
-    By itself a graph depends on a function's code, not on what it captures. A function made inside the trace has
-    nothing to guard: the numbers that it captures are constants of the graph, with guards of their own.
-
-    Raises:
-        ValueError: fn was made inside the trace and captures a function from outside that captures values itself.
-    """
-    guard_identity(fn)
-    _refuse_unguarded(fn, fn)
-
-
-@torch.compiler.assume_constant_result
-def _refuse_unguarded(fn, again) -> None:
-    """Twice the same argument: Dynamo builds one made inside the trace anew each time, one from outside is itself."""
-    if fn is again:
-        return
-    for value, value_again in zip(_captured(fn), _captured(again), strict=True):
-        if not isinstance(value, types.FunctionType):
-            continue
-        defaults = "<locals>" in value.__qualname__ and (value.__defaults__ or value.__kwdefaults__)
-        if value is value_again and (value.__closure__ or defaults):
-            raise ValueError(
-                f"under torch.compile {fn.__name__!r}, made inside the compiled function, captures the function "
-                f"{value.__name__!r} from outside, which captures values itself: the graph would serve another such "
-                "function too. Make both outside of the compiled function, or both inside, or refer to "
-                f"{value.__name__!r} as a global or by its module"
+def _name_in_trace(context) -> None:
+    fn, names = (local_variable(context, name) for name in ("fn", "names"))
+    outside: list = []
+    try:
+        function = value_of(fn, outside)
+    except NotImplementedError as error:
+        raise TypeError(f"torch.compile: the epilogue function is or captures a {error}; {ADVICE}") from None
+    state = None if isinstance(function, Program) else global_state.of_values(outside)
+    if state is not None:
+        if state.changes:
+            raise TypeError(
+                f"torch.compile: the epilogue function reads a value whose changes cannot be seen; {ADVICE}"
             )
-        _refuse_unguarded(value, value_again)
-
-
-def _captured(fn):
-    """What a function's closure and defaults hold, one by one, those of lists and tuples too."""
-    pending = [cell.cell_contents for cell in fn.__closure__ or ()]
-    pending += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, (list, tuple)):
-            pending.extend(value)
-        else:
-            yield value
+        if state.reads(*pending_writes()):
+            raise RuntimeError(
+                "torch.compile: the compiled function writes to a variable, or to an object, that an epilogue function "
+                "reads, which happens after the graph has run; write it outside of the compiled function"
+            )
+        guard_attribute(state.name, state, "version")
+    names.items.append(constant_variable(register_function(function, True)))
 
 
 def function_named(name: str | None):

@@ -6,7 +6,9 @@ torch._dynamo are looked up inside functions: importing it takes seconds.
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 from collections.abc import Callable
 
 import torch
@@ -41,7 +43,7 @@ __all__ = [
     "foreach_copy_",
     "forward_ad",
     "functorch_active",
-    "guard_identity",
+    "guard_attribute",
     "has_global_module_hook",
     "has_memory",
     "has_tangent",
@@ -65,6 +67,7 @@ __all__ = [
     "tree_leaves",
     "tree_structure",
     "tree_unflatten",
+    "value_of",
     "with_batch",
     "without_batch",
     "without_modes",
@@ -270,25 +273,6 @@ def decomposition_of(op: OpOverload):
 
 # ---------------------------------------------------------------------- inside a trace of Dynamo
 
-ID_IS_GUARDED = torch.__version__ >= "2.13"  # before, id() of a function was a constant that nothing guarded
-
-
-def guard_identity(fn) -> None:
-    """Make the graph that is being traced serve this function object alone."""
-    if ID_IS_GUARDED:
-        id(fn)
-    else:
-        torch._dynamo.comptime.comptime(_guard_identity)
-
-
-def _guard_identity(context) -> None:
-    """Install the guard that a traced id(fn) installs from torch 2.13 on."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-
-    source = _variable(context.get_local("fn")).source
-    if source is not None:  # None: made inside the trace
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-
 
 def run_in_trace(function) -> None:
     """Call function(context) while Dynamo traces the call of run_in_trace; do nothing outside of such a trace.
@@ -321,6 +305,105 @@ def load_cell(cell):
     return InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
 
 
+def value_of(variable, outside: list, made: dict | None = None):
+    """The Python value of a VariableTracker, to which the graph becomes specialized.
+
+    Functions and containers that were made inside the trace are made again. `outside` grows by the functions, objects,
+    classes and modules that the value leads to, and by (globals, code) of a function that was made inside: the graph
+    depends on which these are, not on what they hold.
+
+    Raises:
+        NotImplementedError: it has no value before the graph runs, as a tensor; the message names its type.
+    """
+    from torch._dynamo import variables
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.functions import NestedUserFunctionVariable
+
+    variable, made = variable.realize(), {} if made is None else made
+
+    def value(part):
+        return value_of(part, outside, made)
+
+    if isinstance(variable, variables.SymNodeVariable):
+        return variable.evaluate_expr()
+    if isinstance(variable, NestedUserFunctionVariable):
+        if id(variable) not in made:  # else a function that refers to itself
+            cells = variable.closure.items if variable.closure else ()
+            code, scope, closure = variable.get_code(), variable.get_globals(), tuple(types.CellType() for _ in cells)
+            made[id(variable)] = function = types.FunctionType(code, scope, code.co_name, closure=closure)
+            for cell, content in zip(closure, cells, strict=True):
+                cell.cell_contents = value(load_cell(content))
+            function.__defaults__ = value(variable.defaults) if variable.defaults else None
+            function.__kwdefaults__ = value(variable.kwdefaults) if variable.kwdefaults else None
+            outside.append((scope, code))
+        return made[id(variable)]
+    if isinstance(variable, variables.UserMethodVariable):
+        outside.append(variable.fn)
+        return types.MethodType(variable.fn, value(variable.obj))
+    if isinstance(variable, variables.FunctoolsPartialVariable):
+        keywords = {name: value(part) for name, part in variable.keywords.items()}
+        return functools.partial(value(variable.func), *map(value, variable.args), **keywords)
+    if type(variable) is variables.ConstDictVariable:
+        return {key: value(part) for key, part in variable.keys_as_python_constant().items()}
+    if type(variable) in (variables.ListVariable, variables.TupleVariable):
+        return variable.python_type()(map(value, variable.items))
+    is_object = isinstance(variable, variables.UserDefinedObjectVariable)
+    if is_object and variable.source is None:
+        raise NotImplementedError(f"{variable.python_type().__name__} that is made inside the compiled function")
+    try:
+        found = variable.value if is_object else variable.as_python_constant()
+    except NotImplementedError:
+        raise NotImplementedError(variable.python_type().__name__) from None
+    if variable.source is not None and (is_object or callable(found)):
+        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+        if not made and isinstance(found, types.FunctionType) and _guard_captured(found, variable.source):
+            outside.append((found.__globals__, found.__code__))
+            return found
+    outside.append(found)
+    return found
+
+
+def _guard_captured(function: types.FunctionType, source) -> bool:
+    """Guard the numbers and strings that a function captures or has as defaults.
+
+    False if it has other things, too, or the traced function writes to them.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GetItemSource
+
+    cells, defaults, written = function.__closure__ or (), function.__defaults__ or (), pending_writes()[0]
+    if function.__kwdefaults__ or any(id(cell) in written for cell in cells):
+        return False
+    try:
+        values = [*(cell.cell_contents for cell in cells), *defaults]
+    except ValueError:  # an empty cell
+        return False
+    if not all(type(value) in (bool, int, float, str, type(None)) for value in values):
+        return False
+    closure = AttrSource(source, "__closure__")
+    sources = [AttrSource(GetItemSource(closure, i), "cell_contents") for i in range(len(cells))]
+    sources += [GetItemSource(AttrSource(source, "__defaults__"), i) for i in range(len(defaults))]
+    for part in sources:
+        install_guard(part.make_guard(GuardBuilder.EQUALS_MATCH))
+    return True
+
+
+def guard_attribute(name: str, owner, attribute: str) -> None:
+    """Make the graph that is being traced serve calls in which an attribute of the owner is what it is now.
+
+    The graph keeps the owner, one for each name.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    name = f"{name}_c{output.compile_id}"
+    if name not in output.installed_globals:
+        output.install_global_unsafe(name, owner)
+        install_guard(AttrSource(GlobalSource(name), attribute).make_guard(GuardBuilder.EQUALS_MATCH))
+
+
 def entry_variable(module: str, table: str, key: str, attribute: str, changes: bool = False):
     """Dynamo's VariableTracker of getattr(module.table[key], attribute), read at each call of the graph.
 
@@ -343,12 +426,12 @@ def entry_variable(module: str, table: str, key: str, attribute: str, changes: b
 
 
 def pending_writes() -> tuple[set[int], set[tuple[int, str]], set[str]]:
-    """(ids of containers, (id, attribute) of objects, names of globals) that the function being traced has written to.
+    """(ids of containers and cells, (id, attribute) of objects, names of globals) that the traced function writes to.
 
     Dynamo does these writes after the graph has run.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import NewGlobalVariable, PythonModuleVariable
+    from torch._dynamo.variables import CellVariable, NewGlobalVariable, PythonModuleVariable
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     effects = InstructionTranslator.current_tx().output.side_effects
@@ -357,6 +440,9 @@ def pending_writes() -> tuple[set[int], set[tuple[int, str]], set[str]]:
         kind = variable.mutation_type
         if isinstance(kind, ValueMutationExisting) and kind.is_modified:
             containers.add(key)
+        elif isinstance(variable, CellVariable):
+            if effects.has_pending_mutation(variable):
+                containers.add(key)
         elif isinstance(kind, AttributeMutationExisting):
             fields = effects.store_attr_mutations.get(variable, ())
             attributes.update((key, name) for name in fields)

@@ -1,7 +1,8 @@
 """A version number for what a function reads through globals, or an instance through its class.
 
-A registered op takes the version beside the tensors among what is read, so that backward knows the values of the
-forward pass. In a compiled graph both are inputs, read at each call.
+The op of a mask_mod or score_mod takes the version beside the tensors among what is read, so that backward knows the
+values of the forward pass. In a compiled graph both are inputs, read at each call. A graph with an epilogue function
+has a guard on the version: the numbers are constants of its kernel.
 
 The state of a function is that of memo.py, with a difference: of objects, classes and modules only those attributes
 count that the code names. So an attribute that others change, as a counter, makes no new version.
@@ -25,6 +26,8 @@ from .memo import (
     DYNAMIC,
     MISSING,
     MOST,
+    PLAIN,
+    STABLE,
     State,
     Unreadable,
     contents_of,
@@ -35,7 +38,7 @@ from .memo import (
 )
 
 UNNAMED = {"getattr", "attrgetter", "__dict__", "__getattribute__", "asdict", "astuple"}  # read attributes unnamed
-LIBRARY_READS = {"__getitem__", "__iter__", "__len__", "__call__"}
+LIBRARY_READS = {"__getitem__", "__iter__", "__len__", "__call__", "forward"}
 ISSUED = 64  # versions of a state that cannot be compared, which a forward pass may still ask for
 
 STATES: dict[str, GlobalState | None] = {}  # by the name of a function or class in a text
@@ -110,16 +113,24 @@ class _NamedState(State):
 
 
 class GlobalState:
-    """What a function reads through globals, or what the instances of a class read through it.
+    """What functions read through globals, and what objects hold.
 
-    root: (globals, code) of a function, or a class.
+    roots: (globals, code) of a function, whose captured values do not count, or an object in full: a class is what its
+        instances read through it. Objects are not kept alive.
     """
 
-    def __init__(self, root: tuple[dict, types.CodeType] | type):
-        self._root, self._state, self._version = root, None, 0
+    def __init__(self, *roots):
+        self._roots = [root if type(root) is tuple else holder_of(root) for root in roots]
+        self._state, self._version = None, 0
         self._tensors: list[weakref.ref] = []
         self._known: dict = {}  # key of a state -> (what must be alive, version)
         self._issued: deque[int] = deque(maxlen=ISSUED)
+
+    @property
+    def name(self) -> str:
+        """Tells states of different roots apart, while these are alive."""
+        parts = [part for root in self._roots for part in (root if type(root) is tuple else (root(),))]
+        return "_".join(["__cute_kernels_state", *[f"{id(part):x}" for part in parts]])
 
     @property
     def version(self) -> int:
@@ -173,7 +184,7 @@ class GlobalState:
     def _walk(self) -> tuple[_NamedState | State | None, frozenset[str], dict[int, object]]:
         """(the state, or None if it cannot be compared; the names in all code that it leads to; what was looked at, by
         id). Finds the tensors, too."""
-        names = frozenset() if isinstance(self._root, type) else names_in(self._root[1])
+        names = frozenset().union(*[names_in(root[1]) for root in self._roots if type(root) is tuple])
         while True:
             found, seen = {}, {}
             _collect(self._root_values(), names, found, seen)
@@ -192,18 +203,26 @@ class GlobalState:
             names = more
 
     def _root_values(self) -> list:
-        if isinstance(self._root, type):
-            return [self._root]
-        scope, code = self._root
-        return [scope[name] for name in _read_globals(scope, code) if name in scope]
+        values = []
+        for root in self._roots:
+            if type(root) is tuple:
+                values += [root[0][name] for name in _read_globals(*root) if name in root[0]]
+            else:
+                values.append(root())
+        return values
 
     def _key(self, state: State):
-        if isinstance(self._root, type):
-            return state.walk(self._root)
-        scope, code = self._root
-        if not DYNAMIC.isdisjoint(global_names(code)):
-            raise Unreadable
-        return values_named(state, scope, _read_globals(scope, code))
+        parts = []
+        for root in self._roots:
+            if type(root) is tuple:
+                if not DYNAMIC.isdisjoint(global_names(root[1])):
+                    raise Unreadable
+                parts.append(values_named(state, root[0], _read_globals(*root)))
+            elif (value := root()) is None:
+                raise Unreadable
+            else:
+                parts.append(state.walk(value))
+        return tuple(parts)
 
 
 def values_named(state: State, fields: dict, names) -> tuple:
@@ -222,11 +241,29 @@ def _read_globals(scope: dict, code: types.CodeType) -> list[str]:
     ]
 
 
+def _reads_globals(scope: dict, code: types.CodeType) -> bool:
+    reads = _read_globals(scope, code) or not DYNAMIC.isdisjoint(global_names(code))
+    return bool(reads) and not library_scope(scope)
+
+
+def of_values(values: list) -> GlobalState | None:
+    """The state of functions, by themselves or as (globals, code), and of objects; None if it can never change."""
+    roots, changes = [], False
+    for value in values:
+        if type(value) is types.FunctionType and not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+            if not vars(value).keys() - {ATTRIBUTE}:
+                value = value.__globals__, value.__code__
+        if type(value) is tuple and library_scope(value[0]) or isinstance(value, (*PLAIN, *STABLE, float, complex)):
+            continue
+        roots.append(value)
+        changes |= type(value) is not tuple or _reads_globals(*value)
+    return GlobalState(*roots) if changes else None
+
+
 def of_function(name: str, scope: dict, code: types.CodeType) -> None:
     """Register the state of what code reads from its globals; None if these are all a library's."""
     if name not in STATES:
-        reads = _read_globals(scope, code) or not DYNAMIC.isdisjoint(global_names(code))
-        STATES[name] = GlobalState((scope, code)) if reads and not library_scope(scope) else None
+        STATES[name] = GlobalState((scope, code)) if _reads_globals(scope, code) else None
 
 
 def of_class(name: str, cls: type) -> None:
@@ -254,7 +291,7 @@ def _reads_unnamed(cls: type, names: frozenset[str]) -> bool:
 
 def _is_followed(cls: type, name: str, names: frozenset[str]) -> bool:
     """True if code with these names may read the attribute through the class."""
-    return name in names and not name.startswith("__") or is_special(cls, name)
+    return name in names and not name.startswith("__") or name == "forward" or is_special(cls, name)
 
 
 def _collect(value, names: frozenset[str], found: dict[int, Tensor], seen: dict) -> None:
@@ -277,6 +314,7 @@ def _collect(value, names: frozenset[str], found: dict[int, Tensor], seen: dict)
         if library_scope(scope) or standard_library(scope.get("__name__")):
             del seen[id(value)]
         else:
+            seen.update((id(cell), cell) for cell in value.__closure__ or ())
             parts += [contents_of(cell) for cell in value.__closure__ or ()]
             parts += [
                 value.__defaults__,
