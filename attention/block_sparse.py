@@ -11,7 +11,7 @@ import torch
 from cute_kernels.runtime import derived
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
-from cute_kernels.runtime.front import check_supported
+from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
 
@@ -46,12 +46,17 @@ class Derived(derived.Derived):
 
     def element(self, mask: BlockMask, batch: int, heads: int) -> tuple:
         """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads; (None, ())
-        without one."""
+        without one.
+
+        Raises:
+            NeedsDispatcher: it captures a tensor without memory of its own.
+        """
         if mask.mask_mod is None:
             return None, ()
         found, element = self._element
         now = trace_mask(mask.mask_mod, mask.device)
         if now is not found:
+            check_plain(OP, now.tensors)
             element = for_kernel(now)
             self._element, self._checked = (now, element), set()
         if (batch, heads) not in self._checked:
@@ -180,9 +185,11 @@ def launch_blocks(
 
     scales: of q, k and v of 8 bits, or None for each.
     """
-    reads = ()  # what the element mask reads: tensors, and then numbers
+    masked, reads = mask, ()  # what the element mask reads: tensors, and then numbers
     try:
-        element, reads = Derived.of(mask).element(mask, *q.shape[:2])
+        if causal:  # whose bound may be a number that the kernel reads, or a constant
+            masked = with_causal(mask)
+        element, reads = Derived.of(masked).element(masked, *q.shape[:2])
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
@@ -206,10 +213,7 @@ def launch_blocks(
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out, sinks)  # nothing to compute
-    if causal:
-        mask = with_causal(mask)
-        reads = Derived.of(mask).element(mask, *q.shape[:2])[1]
-    blocks = *blocks_of(mask, *q.shape[:2], *plan.order), *reads
+    blocks = *blocks_of(masked, *q.shape[:2], *plan.order), *reads
     more = None, None, blocks, None if score is None else score.reads
     if plan.scale_shapes is not None:
         more += float8.as_planned(plan, scales)

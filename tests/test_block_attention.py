@@ -13,6 +13,7 @@ from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from .attention_parts import check, qkv, where_fixture  # noqa: F401 (used by name)
 from .fuzz import RELAXED, settings
 from .mask_parts import BLOCKSIZES, by_head, random_mask
+from .reference import normal, seed
 
 CPU = torch.device("cpu")
 
@@ -164,3 +165,20 @@ class TestElementMasks:
         check_extents(mask, tensors, 1, 1, (200, 1000))
         with pytest.raises(IndexError, match=r"dimension 0 of a tensor of shape \(200,\) with q, which goes up to 200"):
             check_extents(mask, tensors, 1, 1, (201, 1000))
+
+
+def test_causal_bound_that_becomes_an_argument(place):
+    """A causal mask's bound is a constant of its first kernel and an argument from its second value on; masks of the
+    same function made before and after take a kernel of their own."""
+    seed(3)
+    for rows, cols in ((128, 128), (256, 128), (128, 128)):
+        reach = torch.arange(rows, device=place) + 1
+        near = lambda b, h, q, kv, reach=reach: (q - kv).abs() < reach[q]  # noqa: E731
+        q, kv = normal(1, 2, rows, 64, device=place), normal(1, 2, cols, 64, device=place)
+        mask = BlockMask.from_mask_mod(near, (rows, cols), device=place)
+        found = block_sparse_attention(q, kv, kv, mask, causal=True)
+        i, j = torch.arange(rows, device=place)[:, None], torch.arange(cols, device=place)
+        seen = ((i - j).abs() < i + 1) & (j <= i + cols - rows)
+        scores = (q.double() @ kv.double().mT / 8).masked_fill(~seen, -torch.inf)
+        exact = scores.softmax(-1).nan_to_num(0.0) @ kv.double()
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)

@@ -7,6 +7,7 @@ import torch
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
+from cute_kernels.runtime.torch_compat import in_graph_trace
 
 from .tables import TransposedFacts, TransposedIndex, transposed_index
 
@@ -42,7 +43,7 @@ def index_of(crow: torch.Tensor, col: torch.Tensor, cols: int) -> tuple[Transpos
     Returns also how the kernel makes it anew in the same tensors, of a BsrMatrix of other indices; None of torch's.
     """
     # Of another type are the tensors without memory that torch.compile and torch.export trace with.
-    if crow.is_cuda and type(col) is torch.Tensor and not torch.compiler.is_compiling():
+    if crow.is_cuda and type(col) is torch.Tensor and not (torch.compiler.is_compiling() or in_graph_trace()):
         from .kernel import fits, transposed_index_on_gpu
 
         if fits(crow, len(col), cols):
