@@ -234,8 +234,9 @@ class BsrMatrix(Conversions, LikeTensor):
             crow_indices=crow, col_indices=col, stored=values, stored_scales=None, base=None, numbers=None,
             shape=shape, blocksize=blocksize, batch="patterns" if patterns else "values" if values.dim() == 4 else None,
             nnz=values.shape[-3], n_block_rows=shape[-2] // blocksize[0], n_block_cols=shape[-1] // blocksize[1],
-            check=check, checked=False, even=False, stats=NOT_KNOWN, key=(), plans=None,
+            check=check, checked=False, even=False, plans=None,
         )  # fmt: skip
+        matrix._set_stats(NOT_KNOWN)
         return matrix
 
     def transpose(self) -> BsrMatrix:

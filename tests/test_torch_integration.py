@@ -7,10 +7,12 @@ import torch
 import torch._dynamo.testing
 
 from attention import attention
+from bench import host
 from cute_kernels import functions as F
 from cute_kernels import gemm, quantize, torch_op
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
 from sparse_collective import torch_op as sparse_torch_op
+from sparse_collective.nn import BsrLinear
 
 from .bsr_parts import DEVICES, FORMS, batch, bsr, operands
 from .products import assert_right
@@ -380,6 +382,19 @@ def test_bsr_matmul_with_a_matrix_argument(device, backend):
         for _ in range(2):
             assert_right(step(W, b, residual), bsr_matmul, W, b, residual=residual, epilogue=half)
             W.values.mul_(2)
+
+
+def test_matrices_that_leave_a_graph():
+    """Plans of eager calls with them are their own: that of another shape with as many blocks was taken."""
+    layers = [BsrLinear(128, rows, blocksize=(32, 32), density=32 / rows) for rows in (64, 128)]
+    weight_of = torch.compile(lambda layer: layer.weight, backend="eager")
+    x = torch.zeros(8, 128)
+    with host.launches_replaced(), torch.no_grad():
+        for layer in layers:
+            assert layer.nnz == 4
+            W = weight_of(layer.bfloat16())
+            assert bsr_linear(x.bfloat16(), W).shape == (8, layer.out_features)
+            assert bsr_linear(x.bfloat16()[:, : layer.out_features], W.t()).shape == (8, 128)
 
 
 @ON
