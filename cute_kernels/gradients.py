@@ -45,9 +45,10 @@ def column_sums(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Of (..., columns): (columns,) of this dtype, added up in fp32, of float64 in float64."""
     if t.dim() != 2:
         t = t.unsqueeze(0).flatten(0, -2)  # reshape(-1, 0) is an error
-    if dtype is t.dtype or dtype is torch.float32:  # torch adds up in fp32 and rounds once, in one kernel
+    wide = accumulator(t.dtype)
+    if dtype is t.dtype or dtype is wide:  # torch accumulates in the wider dtype and rounds once, in one kernel
         return t.sum(0, dtype=dtype)
-    return t.sum(0, dtype=accumulator(t.dtype)).to(dtype)
+    return t.sum(0, dtype=wide).to(dtype)
 
 
 def of_columns(bias: Tensor | None) -> bool:
@@ -100,6 +101,8 @@ class Gemm(torch.autograd.Function):
     @differentiable_once
     @in_forwards_path
     def backward(ctx, dy, _=None):
+        if dy is None:  # a later autograd function's backward returned None
+            return (None,) * len(ctx.needs_input_grad)
         activation, alpha, beta, _, epilogue, _, precision = ctx.call
 
         def product(a, b, alpha):

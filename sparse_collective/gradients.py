@@ -53,6 +53,8 @@ class Bsr(torch.autograd.Function):
     @differentiable_once
     @in_forwards_path
     def backward(ctx, dy, _=None):
+        if dy is None:  # a later autograd function's backward returned None
+            return (None,) * len(ctx.needs_input_grad)
         op, W, activation, epilogue = ctx.call
         values, b, bias, groups, saved = ctx.saved_tensors
         if versions_of(W) != ctx.pattern:

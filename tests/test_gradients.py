@@ -159,6 +159,37 @@ def test_a_second_derivative_is_refused(device):
         gradient.sum().backward()
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, whose input gets no gradient, as beside a part that a user's function leaves out."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_outputs_without_a_gradient(device, activation):
+    """As for torch's functions, no input gets one either."""
+    a, b, bias = (leaf(normal(*shape, device=device)) for shape in ((8, 64), (64, 64), (64,)))
+    W = random_bsr((64, 64), (32, 32), density=1.0).to(device).requires_grad_()
+    for y in (gemm(a, b, bias=bias, activation=activation), bsr_linear(a, W, bias, activation)):
+        NoGradient.apply(y).sum().backward()
+        assert all(t.grad is None for t in (a, b, bias, W.values))
+
+
+def test_gradient_of_an_fp32_bias_of_fp64_operands():
+    x, W = normal(64, 64, device="cpu").double(), random_bsr((64, 64), (32, 32), density=1.0, dtype=torch.float64)
+    dy = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e3
+    for y in (lambda bias: gemm(x, x, bias=bias), lambda bias: bsr_linear(x, W, bias)):
+        bias = torch.zeros(64, requires_grad=True)
+        y(bias).backward(dy)
+        assert torch.equal(bias.grad, dy.sum(0).float())
+
+
 def test_a_torch_tensor_as_weight(device):
     """Gradients of what a torch.sparse_bsr weight is multiplied with; those of its values need a BsrMatrix."""
     W, x, bias = (
