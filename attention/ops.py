@@ -143,8 +143,11 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     """attention outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
     out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
     differentiable = out is None and watched(q, k, v, sinks)
-    # The strides of a nested tensor of strided layout, which a look-up of plans reads, abort the process.
-    if score_mod is not None or hidden() or getattr(q, "is_nested", False):
+    try:  # looking up a plan reads strides, which aborts the process for a nested tensor of strided layout
+        nested = q.is_nested or k.is_nested or v.is_nested
+    except AttributeError:
+        nested = False  # not a tensor: the op's checks raise
+    if score_mod is not None or hidden() or nested:
         caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"))
         check_front("attention", q, k, v, sinks, out, *caches, *scales)
     if score_mod is not None:
@@ -254,7 +257,11 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
     differentiable = out is None and watched(q, k, v, sinks)
     # Asked before a function is traced, and before another form of mask is converted.
     ask = score_mod is not None or not isinstance(block_mask, BlockMask)
-    if ask or hidden() or getattr(q, "is_nested", False):
+    try:
+        nested = q.is_nested or k.is_nested or v.is_nested
+    except AttributeError:
+        nested = False
+    if ask or hidden() or nested:
         check_front(op, q, k, v, sinks, out, *scales)
     if score_mod is not None:
         score = _bound(op, score_mod, q)
@@ -284,7 +291,11 @@ def _bound(op: str, score_mod, q) -> BoundScore:
 
 def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
     """(out, lse) that autograd knows."""
-    if checks.WIDE in (q.shape[-1], v.shape[-1]):
+    try:
+        wide = checks.WIDE in (q.shape[-1], v.shape[-1])
+    except (AttributeError, IndexError):
+        wide = False  # not a tensor, or without dimensions: the op's checks raise
+    if wide:
         checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
     from .gradients import differentiable
 

@@ -232,6 +232,32 @@ def test_plain_subclasses_and_tensors_without_memory(case, place):
         W.with_values(torch.nested.nested_tensor([W.values, W.values]))
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+@pytest.mark.parametrize("watched", [False, True], ids=["", "requires_grad"])
+def test_nested_keys_and_values(place, layout, watched):
+    """Of the strided layout they aborted the process after a plain call."""
+    q, k, v = (normal(1, 2, 16, 64, device=place) for _ in range(3))
+    q, blocks = q.requires_grad_(watched), torch.ones(1, 1, dtype=torch.bool, device=place)
+    nested = torch.nested.nested_tensor([k[0], v[0]], layout=layout)
+    for f in (attention, functools.partial(block_sparse_attention, block_mask=blocks)):
+        f(q, k, v)
+        for args in ((q, nested, v), (q, k, nested)):
+            with pytest.raises(TypeError, match=r"got a nested tensor; .*cu_seqlens_q=x.offsets"):
+                f(*args)
+
+
+def test_attention_of_no_tensors_beside_some_that_require_gradients():
+    k = torch.zeros(1, 2, 16, 64, requires_grad=True)
+    blocks = torch.ones(1, 1, dtype=torch.bool)
+    for f in (attention, functools.partial(block_sparse_attention, block_mask=blocks)):
+        for args in ((k, k, None), ([1.0], k, k), (None, k, k)):
+            with pytest.raises(TypeError, match="must be a torch.Tensor"):
+                f(*args)
+    for args in ((torch.tensor(1.0), k, k), (k, k, torch.tensor(1.0))):
+        with pytest.raises(ValueError, match="has shape"):
+            attention(*args)
+
+
 def test_meta_and_fake_tensors():
     """Of one device: shapes and dtypes; on the meta device and another, an error."""
     with pytest.raises(ValueError, match="tensors on meta; CUDA and CPU tensors are supported"):

@@ -35,19 +35,10 @@ def dispatched(op: str, *values) -> bool:
         RuntimeError: a tensor carries a tangent of forward-mode AD.
     """
     for value in values:
-        if type(value) not in _PLAIN:
-            return _dispatched(op, values)
-    first, second = values[0], values[-1] if len(values) < 2 else values[1]
-    if (
-        hidden()
-        or first is None
-        or first.is_meta
         # Nested tensors of strided layout have torch.Tensor's own type, and abort the process when strides are read.
-        or first.is_nested
-        or (second is not None and second.is_nested)
-    ):
-        return _dispatched(op, values)
-    return False
+        if type(value) not in _PLAIN or (value is not None and value.is_nested):
+            return _dispatched(op, values)
+    return (hidden() or values[0] is None or values[0].is_meta) and _dispatched(op, values)
 
 
 def _dispatched(op: str, values: tuple) -> bool:
