@@ -89,8 +89,8 @@ class PlanCache:
     Terms are hashable, hold all else that a plan depends on, and say which tensors there are; None where there are
     none to be had.
 
-    Who gets a plan writes to out. The write is counted here, as torch counts its own: otherwise autograd would not
-    notice that a tensor that it has saved is overwritten by a kernel.
+    A caller that gets a plan writes to out. The write is counted here, as torch counts in-place operations: otherwise
+    autograd would not notice that a kernel overwrites a tensor that it has saved.
     """
 
     def __init__(self, operands: int = 2):

@@ -1,7 +1,7 @@
 """Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls go around them.
 
-Inductor's code calls an op's function directly: of what torch.library.custom_op makes, the dispatcher and Python
-functions under the keys of autograd would take 13 us of the host's time in each call. AOTAutograd has handled gradients
+Inductor's code calls an op's function directly. The dispatcher, and the Python functions that torch.library.custom_op
+registers for autograd's dispatch keys, would add 13 us of host overhead to each call. AOTAutograd has handled gradients
 by then.
 """
 
@@ -16,9 +16,9 @@ from .torch_compat import count_flops, functorch_active, lower_to_function, sche
 def by_name(run: Callable, inputs: str, terms: str, out: str) -> Callable:
     """A function of the arguments of an op's schema, (inputs, terms), that calls run(*inputs, **terms).
 
-    out: "none" calls run with out=None besides; "last" makes it an argument after the inputs, which run takes by name;
-    "" leaves it away. Of the terms the dispatcher leaves out the last if they are their defaults. Written as text, for
-    Python calls a function by keywords that stand in its code in a tenth of the time of a dict's.
+    out: "none" passes out=None to run; "last" makes it an argument after the inputs, passed to run by keyword; ""
+    passes none. The dispatcher leaves out trailing terms that equal their defaults. The function is generated as text:
+    keywords in its code take a tenth of the time of a dict's.
     """
     at = len(inputs.split(","))
     arguments = schema_arguments(f"op({inputs}, {terms}) -> ()")
