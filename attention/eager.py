@@ -9,6 +9,7 @@ from cute_kernels import checks as common
 from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
+from cute_kernels.runtime.front import check_plain
 
 from . import checks, float8, reference
 from . import plan as planning
@@ -107,8 +108,9 @@ def block_sparse_attention(
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
     named = dict(zip(float8.SCALES, scales, strict=True))
     named["fast_accumulation"] = fast_accumulation
-    plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
     captured = () if score is None else score.tensors
+    check_plain("block_sparse_attention", (q, k, v, out, sinks, *captured, *scales))
+    plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
     common.check_no_grad("block_sparse_attention", q, k, v, sinks, *captured, *scales)
     if out is not None:
         common.check_out("block_sparse_attention", out, (q, k, v, *mask.lists(), sinks, *captured, *scales))

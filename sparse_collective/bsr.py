@@ -267,8 +267,9 @@ class BsrMatrix(Conversions, LikeTensor):
         made = self.known(("transposed",), _indices_of)
         if made is None:
             made = self.derived(("transposed",), self._transposed_index, _indices_of)
-        facts = made[4].get(self.key)
-        if facts is None:
+        if in_graph_trace():  # extents may be symbols, which have no hash
+            facts = self._transposed_facts(*made[:4])
+        elif (facts := made[4].get(self.key)) is None:
             facts = made[4][self.key] = self._transposed_facts(*made[:4])
         view.__dict__.update(facts, **own)
         return view
