@@ -353,3 +353,18 @@ def test_flops_are_counted(place):
         with FlopCounterMode(display=False) as counter:
             run()
         assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("name", ["bias", "residual", "of bsr_linear", "sinks"])
+def test_nested_terms_after_plain_ones(name):
+    """Strided nested tensors beside the operands raise, also where a plan of a plain call exists; once it aborted."""
+    a, q, W = normal(64, 64), normal(1, 2, 64, 64), random_bsr((64, 64), (32, 32), density=1.0)
+    call, plain = {
+        "bias": (lambda t: gemm(a, a, bias=t), normal(64)),
+        "residual": (lambda t: gemm(a, a, residual=t), normal(64, 64)),
+        "of bsr_linear": (lambda t: bsr_linear(a, W, t), normal(64)),
+        "sinks": (lambda t: attention(q, q, q, sinks=t), normal(2)),
+    }[name]
+    call(plain)
+    with pytest.raises(TypeError, match="nested"):
+        call(torch.nested.nested_tensor([normal(32), normal(32)]))

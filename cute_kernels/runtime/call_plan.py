@@ -110,6 +110,9 @@ class PlanCache:
             d = 0 if out is None else out.data_ptr()
             if (a | b | c | d) & 15:
                 terms = terms, a & 15, b & 15, c & 15, d & 15
+            for tensor in tensors[self.operands :]:  # operands are looked at before; the test aborts for nested ones
+                if tensor.is_nested:
+                    return None
             for test, differentiable, plan in self.recent.get(terms, ()):
                 if test(*tensors):
                     if out is not None:
