@@ -143,11 +143,7 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     """attention outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
     out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
     differentiable = out is None and watched(q, k, v, sinks)
-    try:  # looking up a plan reads strides, which aborts the process for a nested tensor of strided layout
-        nested = q.is_nested or k.is_nested or v.is_nested
-    except AttributeError:
-        nested = False  # not a tensor: the op's checks raise
-    if score_mod is not None or hidden() or nested:
+    if score_mod is not None or hidden() or _nested(q, k, v):
         caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"))
         check_front("attention", q, k, v, sinks, out, *caches, *scales)
     if score_mod is not None:
@@ -163,6 +159,14 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     packed = terms["cu_seqlens_q"], terms["cu_seqlens_k"]
     found = _with_gradient("attention", eager.attention, q, k, v, None, options, sinks, *packed)
     return found if terms["return_lse"] else found[0]
+
+
+def _nested(q, k, v) -> bool:
+    """True if one is nested: looking up a plan reads strides, which aborts the process for strided nested tensors."""
+    try:
+        return q.is_nested or k.is_nested or v.is_nested
+    except AttributeError:  # not a tensor: the op's checks raise
+        return False
 
 
 def _options(terms: dict) -> dict:
@@ -257,11 +261,7 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
     differentiable = out is None and watched(q, k, v, sinks)
     # Asked before a function is traced, and before another form of mask is converted.
     ask = score_mod is not None or not isinstance(block_mask, BlockMask)
-    try:
-        nested = q.is_nested or k.is_nested or v.is_nested
-    except AttributeError:
-        nested = False
-    if ask or hidden() or nested:
+    if ask or hidden() or _nested(q, k, v):
         check_front(op, q, k, v, sinks, out, *scales)
     if score_mod is not None:
         score = _bound(op, score_mod, q)

@@ -16,6 +16,7 @@ from cute_kernels import gemm
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.nn import BsrLinear, SwiGLU
 
+from .cases_models import DenseSwiGLU
 from .peers import needs
 from .peers_attention import FA4
 from .rows import OURS
@@ -91,19 +92,6 @@ class HostCase:
             run(*inputs).backward(dy)
 
         return step
-
-
-class DenseSwiGLU(nn.Module):
-    """SwiGLU with dense weights."""
-
-    def __init__(self, width: int, hidden: int, **where) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False, **where)
-        self.up = nn.Linear(width, hidden, bias=False, **where)
-        self.down = nn.Linear(hidden, width, bias=False, **where)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nnf.silu(self.gate(x)) * self.up(x))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

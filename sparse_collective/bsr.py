@@ -264,9 +264,7 @@ class BsrMatrix(Conversions, LikeTensor):
             crow, col, numbers, plans, _ = self._transposed_index()  # by torch, so that it is no Again
             view._set(**self._transposed_facts(crow, col, numbers, plans), **own)
             return view
-        made = self.known(("transposed",), _indices_of)
-        if made is None:
-            made = self.derived(("transposed",), self._transposed_index, _indices_of)
+        made = self.derived(("transposed",), self._transposed_index, _indices_of)
         if in_graph_trace():  # extents may be symbols, which have no hash
             facts = self._transposed_facts(*made[:4])
         elif (facts := made[4].get(self.key)) is None:

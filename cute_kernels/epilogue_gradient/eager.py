@@ -14,9 +14,6 @@ from ..traced.program import Program
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import VECTOR, EpilogueGradientFacts, parts_of
 
-MOST_KERNELS = 1024
-_KERNELS: dict[tuple, tuple] = {}  # arguments of _kernel -> its result
-
 derivative_of = functools.lru_cache(1024)(lambda activation, program: derivative(followed_by(activation, program)))
 
 
@@ -35,8 +32,7 @@ def epilogue_gradient(
     cols = dy.shape[-1] if dy.dim() else 1
     function = None
     if dy.is_cuda and dy.dtype is saved.dtype and cols % VECTOR == 0 and dy.numel() and not saved.data_ptr() & 15:
-        key = activation, program, dy.dtype, sums, dy.get_device()
-        function, sms = _KERNELS[key] if key in _KERNELS else _kernel(*key)
+        function, sms = _kernel(activation, program, dy.dtype, sums, dy.get_device())
     if function is None:
         return _by_torch(dy, saved, derivative_of(activation, program), sums)
     dy = dy.contiguous()
@@ -51,15 +47,12 @@ def epilogue_gradient(
     return dz, partial.sum(0) if sums else None
 
 
+@functools.lru_cache(1024)
 def _kernel(activation: str | None, program: Program | None, dtype: torch.dtype, sums: bool, index: int) -> tuple:
-    """(the kernel's function, or None where there is no kernel, multiprocessors) of a CUDA device; kept."""
-    if len(_KERNELS) >= MOST_KERNELS:
-        _KERNELS.clear()
+    """(the kernel's function, or None where there is no kernel, multiprocessors) of a CUDA device; cached."""
     arch, sms, _ = device_arch(index)
     facts = EpilogueGradientFacts(arch.target, NAMES.get(dtype, str(dtype)), derivative_of(activation, program), sums)
-    found = None if unsupported(facts) else function_for(facts), sms
-    _KERNELS[activation, program, dtype, sums, index] = found
-    return found
+    return None if unsupported(facts) else function_for(facts), sms
 
 
 def _by_torch(dy: Tensor, saved: Tensor, slope: Program, sums: bool) -> tuple[Tensor, Tensor | None]:
