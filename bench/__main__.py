@@ -10,6 +10,7 @@
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
+    single          calls as users make them (no CUDA graph, through autograd), and their kernels alone
     host            host overhead of single calls, eager and compiled, forward and backward, beside torch's and FA4's;
                     with no GPU, counts of Python calls
     structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
@@ -50,6 +51,7 @@ from . import (
     findings_float8,
     findings_training,
     record,
+    single,
     table,
     variants,
 )
@@ -94,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     for name in SUITES:
         commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
     commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    for module in (gates, host_overhead, tune, compare, variants):
+    for module in (gates, host_overhead, single, tune, compare, variants):
         module.add_command(commands)
     return top
 
