@@ -209,7 +209,7 @@ def launch_blocks(
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
         more |= {"sinks": sinks, "score_mod": score} | dict(zip(float8.SCALES, scales, strict=True))
-        more["fast_accumulation"] = fast
+        more["use_fast_accum"] = fast
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out, sinks)  # nothing to compute
@@ -222,10 +222,10 @@ def launch_blocks(
 
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_fast(OP, q, k, v, fast_accumulation)
+    checks.check_fast(OP, q, k, v, use_fast_accum)
     mask = as_block_mask(q, k, block_mask)
     scales, out_dtype = (q_scale, k_scale, v_scale), None
     if float8.serves(q, q_scale):
@@ -246,7 +246,7 @@ def plan_block_sparse(
     if not plan.empty and planning.has_kernel(q):
         choose = None
         if out_dtype is not None:
-            choose = float8.choose_kernel(q, k, v, scales, out_dtype, fast_accumulation)
+            choose = float8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
         _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose)
     return plan
 

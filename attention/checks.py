@@ -103,14 +103,14 @@ def check_deterministic(op: str, deterministic) -> None:
         raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
 
 
-def check_fast(op: str, q, k, v, fast_accumulation) -> None:
+def check_fast(op: str, q, k, v, use_fast_accum) -> None:
     """True needs q, k and v of 8 bits, since the kernels of others have no other sums."""
-    if not isinstance(fast_accumulation, bool):
-        raise TypeError(f"{op}: fast_accumulation must be True or False, got {fast_accumulation!r}")
-    if fast_accumulation and any(getattr(t, "dtype", None) not in FLOAT8 for t in (q, k, v)):
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"{op}: use_fast_accum must be True or False, got {use_fast_accum!r}")
+    if use_fast_accum and any(getattr(t, "dtype", None) not in FLOAT8 for t in (q, k, v)):
         dtypes = ", ".join(str(getattr(t, "dtype", type(t))) for t in (q, k, v))
         raise TypeError(
-            f"{op}: fast_accumulation is of q, k and v of torch.float8_e4m3fn, all three, and these are of {dtypes}; "
+            f"{op}: use_fast_accum is of q, k and v of torch.float8_e4m3fn, all three, and these are of {dtypes}; "
             "leave it out, or quantize them"
         )
 

@@ -28,7 +28,7 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -38,12 +38,12 @@ def attention(
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
-        terms["fast"] = fast_accumulation
+        terms["fast"] = use_fast_accum
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
-        q_scale is None, k_scale is None, v_scale is None, fast_accumulation,
+        q_scale is None, k_scale is None, v_scale is None, use_fast_accum,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqlens_k is not None or block_table is not None:
@@ -64,7 +64,7 @@ def attention(
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
             out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, q_scale=q_scale,
-            k_scale=k_scale, v_scale=v_scale, fast_accumulation=fast_accumulation,
+            k_scale=k_scale, v_scale=v_scale, use_fast_accum=use_fast_accum,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
@@ -94,7 +94,7 @@ def attention(
 
 def block_sparse_attention(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
+    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
@@ -102,12 +102,12 @@ def block_sparse_attention(
     scales = q_scale, k_scale, v_scale
     if planning.has_kernel(q):
         out, lse = launch_blocks(
-            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, fast_accumulation
+            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, use_fast_accum
         )
         return (out, lse) if return_lse else out
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
     named = dict(zip(float8.SCALES, scales, strict=True))
-    named["fast_accumulation"] = fast_accumulation
+    named["use_fast_accum"] = use_fast_accum
     captured = () if score is None else score.tensors
     check_plain("block_sparse_attention", (q, k, v, out, sinks, *captured, *scales))
     plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
@@ -123,17 +123,17 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None, fast_accumulation=False,
+    score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_fast("attention", q, k, v, fast_accumulation)
+    checks.check_fast("attention", q, k, v, use_fast_accum)
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqlens_k, block_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
-        terms["fast"] = fast_accumulation
+        terms["fast"] = use_fast_accum
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
     of_8_bits = seqlens_k is None and block_table is None and float8.serves(q, q_scale)
@@ -160,7 +160,7 @@ def plan_attention(
             return True
 
         if of_8_bits:
-            choose = float8.choose_kernel(q, k, v, scales, out_dtype, fast_accumulation)
+            choose = float8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns

@@ -179,7 +179,7 @@ def plan_values(plan: FlashPlan, v, sequences: int) -> None:
     if facts.fast:
         plan.values = transposed(v, replace(values, tile=facts.config.tile_n, packed=facts.packed), sequences)
         plan.notes.append("v is transposed by a kernel before it")
-        plan.notes.append("fast_accumulation: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
+        plan.notes.append("use_fast_accum: O's sums are the tensor cores', of some 14 bits, and P has 8 bits")
     else:
         plan.values = converted(v, values)
         plan.notes.append("v is converted to float16 by a kernel before it")

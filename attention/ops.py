@@ -48,7 +48,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
@@ -91,7 +91,7 @@ def attention(
             seqlens_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
             seqlens_k for any number of queries, or without for few queries. Neither at head dimension 512.
-        fast_accumulation: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
+        use_fast_accum: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
             errs by some percent; see usage.md. Not on the CPU.
 
     A length in seqlens_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
@@ -121,13 +121,13 @@ def attention(
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
     checks.check_deterministic("attention", deterministic)
-    if fast_accumulation is not False:
-        checks.check_fast("attention", q, k, v, fast_accumulation)
+    if use_fast_accum is not False:
+        checks.check_fast("attention", q, k, v, use_fast_accum)
     terms = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "block_table": block_table,
         "sinks": sinks, "deterministic": deterministic, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-        "fast_accumulation": fast_accumulation,
+        "use_fast_accum": use_fast_accum,
     }  # fmt: skip
     if not is_compiling():
         try:
@@ -194,14 +194,14 @@ def block_sparse_attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
         q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_scale, k_scale,
-            v_scale and fast_accumulation, of q and k of float8_e4m3fn.
+            v_scale and use_fast_accum, of q and k of float8_e4m3fn.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -239,10 +239,10 @@ def block_sparse_attention(
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
     checks.check_deterministic("block_sparse_attention", deterministic)
-    if fast_accumulation is not False:
-        checks.check_fast("block_sparse_attention", q, k, v, fast_accumulation)
+    if use_fast_accum is not False:
+        checks.check_fast("block_sparse_attention", q, k, v, use_fast_accum)
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-    terms |= {"sinks": sinks, "deterministic": deterministic, "fast_accumulation": fast_accumulation}
+    terms |= {"sinks": sinks, "deterministic": deterministic, "use_fast_accum": use_fast_accum}
     terms |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     if not is_compiling():
         try:

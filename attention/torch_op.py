@@ -33,7 +33,7 @@ ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
     "Tensor? block_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, bool fast_accumulation=False, Tensor? sinks=None"
+    "Tensor? v_scale=None, bool use_fast_accum=False, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -44,7 +44,7 @@ SCORED = "_with_score"  # end of the names of ops that take these, after q, k an
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
     "bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
-    "bool fast_accumulation=False, Tensor? sinks=None"
+    "bool use_fast_accum=False, Tensor? sinks=None"
 )
 
 
@@ -270,7 +270,7 @@ for _name, _inputs, *_rest, _gradient, _flops in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
-    sinks, deterministic, q_scale, k_scale, v_scale, fast_accumulation, score_mod=None,
+    sinks, deterministic, q_scale, k_scale, v_scale, use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("attention", q, k, v, sinks, out)
@@ -281,14 +281,14 @@ def traced_attention(
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale
-    terms += fast_accumulation, sinks
+    terms += use_fast_accum, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
 def traced_block_sparse(
     q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_scale, k_scale, v_scale,
-    fast_accumulation, score_mod=None,
+    use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.block_sparse_attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("block_sparse_attention", q, k, v, sinks, out)
@@ -299,7 +299,7 @@ def traced_block_sparse(
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
     terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale
-    terms += fast_accumulation, sinks
+    terms += use_fast_accum, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 

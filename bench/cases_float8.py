@@ -42,7 +42,7 @@ def float8(
     x = Scaled(lambda: randn(M, K), lambda: randn(N, K), per, dtype)
 
     def ours() -> tuple:
-        terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "fast_accumulation": fast, "out": x.out()}
+        terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "use_fast_accum": fast, "out": x.out()}
         call = Call(lambda: gemm(x.a, x.b, **terms))
         return x.verified(x.with_error(call)), explain(gemm, x.a, x.b, **terms)
 

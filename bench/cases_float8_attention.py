@@ -91,7 +91,7 @@ def row(
 
     def ours() -> tuple:
         (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "fast_accumulation": fast}
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "use_fast_accum": fast}
         if tile is None and inside is None:
             return call_of(q, k, v, **scales)
         within = partial(forced, tile, inside, PlanCache(operands=3))

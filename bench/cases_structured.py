@@ -66,7 +66,7 @@ def structured_float8(M: int, N: int, K: int, per: str, fast: bool, against: str
     x = peers_float8.Scaled(lambda: prune_2_4(randn(M, K)), lambda: randn(N, K), per)
 
     def call_of(a) -> tuple:
-        terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "fast_accumulation": fast, "out": x.out()}
+        terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "use_fast_accum": fast, "out": x.out()}
         call = Call(lambda: gemm(a, x.b, **terms))
         return x.verified(x.with_error(call)), explain(gemm, a, x.b, **terms)
 

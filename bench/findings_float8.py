@@ -24,7 +24,7 @@ def errors_of_sums() -> dict[str, dict[str, str]]:
                 kind = "fast" if fast else "promoted"
                 out = torch.empty(ROWS, COLUMNS, dtype=torch.float32, device=x.a.device)
                 terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out": out}
-                line[f"ours, {kind}"] = error_of(lambda: gemm(x.a, x.b, fast_accumulation=fast, **terms), x)
+                line[f"ours, {kind}"] = error_of(lambda: gemm(x.a, x.b, use_fast_accum=fast, **terms), x)
                 line[f"torch, {'fast' if fast else 'accurate'}"] = error_of(peers.scaled_mm_call(x, fast, out), x)
     return found
 

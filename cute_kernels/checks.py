@@ -95,9 +95,9 @@ def watched(*values) -> bool:
     return False
 
 
-def scaled(a, scale_a, scale_b, fast_accumulation) -> bool:
+def scaled(a, scale_a, scale_b, use_fast_accum) -> bool:
     """Whether a call has what only products of 8-bit floats have: no gradient is computed of those."""
-    given = scale_a is not None or scale_b is not None or fast_accumulation is not False
+    given = scale_a is not None or scale_b is not None or use_fast_accum is not False
     return given or getattr(a, "dtype", None) in FLOAT8
 
 

@@ -19,7 +19,7 @@ from .matmul.terms import (
     Terms,
     bias_kind,
     check_accumulation_dtype,
-    check_fast_accumulation,
+    check_fast_accum,
     check_narrow,
     epilogue_program,
     scale_kind,
@@ -34,7 +34,7 @@ _PLANS = PlanCache()
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
+    use_fast_accum=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
     if epilogue is not None:
@@ -55,8 +55,8 @@ def gemm(
     try:
         terms = (
             a.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype, forced_path(),
-            out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, fast_accumulation,
-            type(fast_accumulation), accumulation_dtype, scale_out is None, amax is None, precision,
+            out is None, bias is None, residual is None, with_z, scale_a is None, scale_b is None, use_fast_accum,
+            type(use_fast_accum), accumulation_dtype, scale_out is None, amax is None, precision,
             beta == 0,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
@@ -64,7 +64,7 @@ def gemm(
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         given = Terms(
-            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, fast_accumulation,
+            bias, activation, residual, alpha, beta, epilogue, with_z, False, scale_a, scale_b, use_fast_accum,
             accumulation_dtype, scale_out, amax, precision,
         )  # fmt: skip
         plan = _PLANS.checked("gemm", terms, tensors, out, partial(_plan, a, b, given, out, out_dtype), residual)
@@ -128,7 +128,7 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
     except RuntimeError:
         raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
     scales = scale_kind("gemm", "scale_a", terms.scale_a, a), scale_kind("gemm", "scale_b", terms.scale_b, b)
-    check_fast_accumulation("gemm", terms.fast_accumulation, a.dtype, scales)
+    check_fast_accum("gemm", terms.use_fast_accum, a.dtype, scales)
     check_accumulation_dtype("gemm", terms.accumulation_dtype, a.dtype)
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype("gemm", out, out_dtype, wide, tuple(FLOAT8))
@@ -202,7 +202,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         majors,
         (va.dim(), vb.dim(), vd.dim()),
         spec,
-        fast_accumulation=terms.fast_accumulation,
+        use_fast_accum=terms.use_fast_accum,
         acc_dtype=terms.acc_dtype,
         promoted=terms.precision == "3xtf32",
     )

@@ -33,7 +33,7 @@ def gemm(
     epilogue: Callable[[Tensor], Tensor] | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     amax: Tensor | None = None,
@@ -68,7 +68,7 @@ def gemm(
             each row of a, and (..., 1, N) or (N,), one for each column of b; or
             (..., M, K / 128), one for each row and 128 columns of a, and (..., K / 128, N / 128), one for each 128x128
             of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
-        fast_accumulation: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
+        use_fast_accum: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
             mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
         accumulation_dtype: of float16 operands alone, and not of a Sparse24: torch.float16 keeps the sums of products
             in fp16, which GeForce cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a
@@ -108,7 +108,7 @@ def gemm(
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     watches = out is None and watched(a, b, bias, residual)
     plain = epilogue is None and type(a) is not Sparse24 and type(b) is not Sparse24
-    if watches and (scaled(a, scale_a, scale_b, fast_accumulation) or narrow(out, out_dtype, scale_out, amax)):
+    if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
         watches = False  # and the call raises
     if plain and not (compiling or casts or hidden()):
         try:
@@ -117,12 +117,12 @@ def gemm(
                 return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *sums)
             return eager.gemm(
                 a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
-                fast_accumulation, accumulation_dtype, scale_out, amax, precision,
+                use_fast_accum, accumulation_dtype, scale_out, amax, precision,
             )  # fmt: skip
         except NeedsDispatcher:
             pass
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
+    more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
     more |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
     return _unusual(a, b, terms, more, watches)
 
@@ -142,7 +142,7 @@ def _unusual(a, b, terms: tuple, more: dict, watches: bool) -> Tensor:
             from .sparse24.torch_op import traced_gemm as run
         else:
             run = sparse24.gemm
-        return run(a, b, *terms, scale_a, scale_b, more["fast_accumulation"], more["accumulation_dtype"])
+        return run(a, b, *terms, scale_a, scale_b, more["use_fast_accum"], more["accumulation_dtype"])
     if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
         try:
             if not watches:

@@ -112,13 +112,13 @@ def function_named(name: str | None):
 
 def _run(
     a, b, *, out, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision,
-    scale_a=None, scale_b=None, fast_accumulation=False,
+    scale_a=None, scale_b=None, use_fast_accum=False,
 ):  # fmt: skip
     if epilogue is not None:
         epilogue = function_named(epilogue)
     return eager.gemm(
         a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, False, scale_a, scale_b,
-        fast_accumulation, accumulation_dtype, None, None, precision,
+        use_fast_accum, accumulation_dtype, None, None, precision,
     )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def wants_z(activation, epilogue, *tensors) -> bool:
     return saved_of(activation, epilogue) == "z" and watched(*tensors)
 
 
-SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}"
+SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool use_fast_accum=False, {TERMS}"
 library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake, flops=_flops)
 
 
@@ -255,7 +255,7 @@ def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
 
 def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
+    use_fast_accum=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """gemm inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("gemm", a, b, bias, residual, out)
@@ -263,11 +263,11 @@ def traced_gemm(
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype, precision
     if narrow(out, out_dtype, scale_out, amax):
         check_no_grad("gemm into float8", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
-        given = scale_a, scale_b, fast_accumulation, *terms
+        given = scale_a, scale_b, use_fast_accum, *terms
         return called_narrow(NARROW, (a, b), out, given, scale_out, amax)
-    if scaled(a, scale_a, scale_b, fast_accumulation):
+    if scaled(a, scale_a, scale_b, use_fast_accum):
         check_no_grad("gemm of float8", a, b, bias, residual, scale_a, scale_b)
-        terms = scale_a, scale_b, fast_accumulation, *terms
+        terms = scale_a, scale_b, use_fast_accum, *terms
         return library.call("cute_kernels::scaled_gemm", (a, b), out, terms)
     if out is None and wants_z(activation, epilogue, a, b, bias, residual):
         return library.call("cute_kernels::gemm_and_z", (a, b), None, terms)[0]

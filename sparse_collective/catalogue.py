@@ -169,8 +169,8 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"epilogue": EpilogueSpec(), "scaled": True},
         {"epilogue": EpilogueSpec(activation="relu"), "scaled": True},
         {"epilogue": one},
-        {"epilogue": one, "fast_accumulation": True},
-        {"epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        {"epilogue": one, "use_fast_accum": True},
+        {"epilogue": replace(loaded, scale_m="tensor"), "use_fast_accum": True},
         {"epilogue": loaded, "scaled": True},
         {"epilogue": tokens, "scaled": True, "ordered": True},
         {"epilogue": tokens, "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
@@ -239,7 +239,7 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         found += [linear(spec, spec.path, c, block, **usual, epilogue=loaded, scaled=True) for c in configs]
         matmul = {"majors": ("k", "k", "n"), "epilogue": EpilogueSpec(scale_n="column", **terms), "scaled": True}
         found += buildable(family, (bsr(spec, spec.path, c, block, **usual, **matmul) for c in configs))[:1]
-        one = {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor", **terms), "fast_accumulation": True}
+        one = {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor", **terms), "use_fast_accum": True}
         found += buildable(family, (linear(spec, spec.path, c, block, **usual | one) for c in configs))[:1]
         configs = family.candidates(spec.path, BlockFacts(*block, "int32"), spec)
         made = (linear(spec, spec.path, c, block, **wide, epilogue=replace(loaded, scale_n=None)) for c in configs)
@@ -260,8 +260,8 @@ def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
         values | tokens | {"run": 256, "ordered": True},
         patterns | tokens | {"run": 256, "dtype": "float8_e5m2", "index_dtype": "int64"},
         patterns | {"run": 256, "epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor")},
-        patterns | {"run": 256, "epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
-        values | {"run": 128, "epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        patterns | {"run": 256, "epilogue": replace(loaded, scale_m="tensor"), "use_fast_accum": True},
+        values | {"run": 128, "epilogue": replace(loaded, scale_m="tensor"), "use_fast_accum": True},
     ]
     found = []
     for block in ((128, 128), (64, 64), (128, 64)):

@@ -228,7 +228,7 @@ class Conversions:
 
         Args:
             dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa, not three).
-            per: "block", a scale for each stored block; or "tensor", one for all, which fast_accumulation takes, too.
+            per: "block", a scale for each stored block; or "tensor", one for all, which use_fast_accum takes, too.
 
         No gradient passes: values are detached.
 

@@ -24,7 +24,7 @@ from cute_kernels.matmul.terms import (
     Terms,
     bias_kind,
     check_accumulation_dtype,
-    check_fast_accumulation,
+    check_fast_accum,
     check_narrow,
     epilogue_program,
     scale_kind,
@@ -81,7 +81,7 @@ def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
 
 def call(
     op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
+    use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
     chained=False, fused=False,
 ):  # fmt: skip
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients.
@@ -114,7 +114,7 @@ def call(
     try:
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
-            groups is None, with_z, scale_b is None, fast_accumulation, type(fast_accumulation),
+            groups is None, with_z, scale_b is None, use_fast_accum, type(use_fast_accum),
             accumulation_dtype, out_dtype, scale_out is None, amax is None, precision, chained,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
@@ -123,7 +123,7 @@ def call(
     if plan is None:
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
+            use_fast_accum=use_fast_accum, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
             precision=precision,
         )  # fmt: skip
         planned = partial(_plan, op, W, b, given, out, groups, out_dtype, chained)
@@ -136,7 +136,7 @@ def call(
             return None
         given = Terms(
             bias, activation, residual, epilogue=epilogue, with_z=with_z, gated=op == GATED, scale_b=scale_b,
-            fast_accumulation=fast_accumulation, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
+            use_fast_accum=use_fast_accum, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
             precision=precision,
         )  # fmt: skip
         return _without_kernel(plan, W, b, given, out, groups)
@@ -395,14 +395,14 @@ def _epilogue(op, W, b, terms: Terms):
 
 def _scale_kinds(op, W, b, terms: Terms) -> tuple:
     """EpilogueSpec's (scale_m, scale_n): of W, but for scales of its blocks, and of b's columns or x's rows."""
-    check_fast_accumulation(op, terms.fast_accumulation, W.dtype)
+    check_fast_accum(op, terms.use_fast_accum, W.dtype)
     check_accumulation_dtype(op, terms.accumulation_dtype, W.dtype)
     linear = op != "bsr_matmul"
     kind = scale_kind(op, "scale_x" if linear else "scale_b", terms.scale_b, torch.atleast_2d(b))
-    if W.scaled_per == "block" and terms.fast_accumulation:
+    if W.scaled_per == "block" and terms.use_fast_accum:
         raise ValueError(
-            f"{op}: fast_accumulation with a scale for each block of W: they multiply sums when those are promoted to "
-            'fp32, which fast ones are not; use W.float().quantize(per="tensor"), or leave fast_accumulation out'
+            f"{op}: use_fast_accum with a scale for each block of W: they multiply sums when those are promoted to "
+            'fp32, which fast ones are not; use W.float().quantize(per="tensor"), or leave use_fast_accum out'
         )
     of_w = "tensor" if W.scaled_per == "tensor" else None
     return of_w, kind if kind in (None, "tensor") else "column"
@@ -471,7 +471,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
         linear,
         W.density,
         W.stats,
-        terms.fast_accumulation,
+        terms.use_fast_accum,
         structured=W.structured,
         acc_dtype=terms.acc_dtype,
         promoted=terms.precision == "3xtf32",
@@ -571,11 +571,11 @@ def plan_bsr_gated_linear(x, W, activation="silu", out=None, *, scale_x=None, ou
 
 def plan_bsr_grouped_linear(
     x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None,
-    scale_x=None, fast_accumulation=False, accumulation_dtype=None,
+    scale_x=None, use_fast_accum=False, accumulation_dtype=None,
 ) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
-    more = {"epilogue": epilogue, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more = {"epilogue": epilogue, "use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
     padding = routing(op, x, W, groups, offsets, group_rows)
     if padding is None:
         return _explained(op, W, x, Terms(bias, activation, scale_b=scale_x, **more), out, groups)

@@ -38,7 +38,7 @@ def bsr_matmul(
     *,
     epilogue: Epilogue | None = None,
     scale_b: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
@@ -63,7 +63,7 @@ def bsr_matmul(
         epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
         scale_b: float32, of float8 operands alone: what b's values are multiplied by. One element, or (..., 1, N), of
             a matrix also (N,), one for each column.
-        fast_accumulation: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
+        use_fast_accum: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
             those multiply the sums when they are promoted to fp32.
         accumulation_dtype: of float16 operands alone, see cute_kernels.gemm. Kernels for special shapes (few columns,
             small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
@@ -93,7 +93,7 @@ def bsr_matmul(
     precision or a Bsr24.
     """
     return called(
-        "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, fast_accumulation,
+        "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, use_fast_accum,
         accumulation_dtype, out_dtype, scale_out, amax, precision,
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def bsr_linear(
     *,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
@@ -120,7 +120,7 @@ def bsr_linear(
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, fast_accumulation, accumulation_dtype, out_dtype, scale_out, amax, precision: see
+        activation, out, epilogue, use_fast_accum, accumulation_dtype, out_dtype, scale_out, amax, precision: see
             bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
@@ -131,7 +131,7 @@ def bsr_linear(
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
     return called(
-        "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, fast_accumulation,
+        "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, use_fast_accum,
         accumulation_dtype, out_dtype, scale_out, amax, precision,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def bsr_grouped_linear(
     group_rows: int | None = None,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
-    fast_accumulation: bool = False,
+    use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with one weight for each expert, for tokens that are sorted by expert (mixture of experts).
@@ -220,7 +220,7 @@ def bsr_grouped_linear(
         W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
         groups: (T / group_rows,) int32 on x's device, contiguous: the expert of each run.
         bias: (E, M), or (M,) for all experts.
-        activation, out, epilogue, fast_accumulation, accumulation_dtype: see bsr_matmul.
+        activation, out, epilogue, use_fast_accum, accumulation_dtype: see bsr_matmul.
         offsets: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
         group_rows: rows of a run, a multiple of 64. With offsets it is a tuning parameter, 128 by default: a GEMM tile
             belongs to one run, so 256 allows the tiles of bsr_linear, and 64 pads less. With groups it is T /
@@ -251,7 +251,7 @@ def bsr_grouped_linear(
     Raises as bsr_matmul does.
     """
     op = "bsr_grouped_linear"
-    more = {"fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
     padding = eager.routing(op, x, W, groups, offsets, group_rows)
     if padding is None:
         return called(op, W, x, bias, activation, None, out, epilogue, groups, scale_b=scale_x, **more)
@@ -308,14 +308,14 @@ def sddmm(
 
 def called(
     op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, groups=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
+    use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     watches = out is None and watched(W, b, bias, residual)
     # A call with any of these raises where something is watched, or has a W that check_indices must look at first.
     if watches and (
-        precision is not None or out_dtype is not None or scaled(b, None, scale_b, fast_accumulation)
+        precision is not None or out_dtype is not None or scaled(b, None, scale_b, use_fast_accum)
         or narrow(out, out_dtype, scale_out, amax)
     ):  # fmt: skip
         watches = None
@@ -325,13 +325,13 @@ def called(
             if watches:
                 return differentiable(op, W, b, bias, activation, residual, None, groups, accumulation_dtype)
             return eager.call(
-                op, W, b, bias, activation, residual, out, None, groups, False, scale_b, fast_accumulation,
+                op, W, b, bias, activation, residual, out, None, groups, False, scale_b, use_fast_accum,
                 accumulation_dtype, out_dtype, scale_out, amax, precision,
             )  # fmt: skip
         except NeedsDispatcher:
             pass
     terms = W, b, bias, activation, residual, out, epilogue, groups
-    more = {"scale_b": scale_b, "fast_accumulation": fast_accumulation, "accumulation_dtype": accumulation_dtype}
+    more = {"scale_b": scale_b, "use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
     return _unusual(op, terms, more, bool(watches))
 
@@ -354,7 +354,7 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
     terms = W, b, bias, activation, residual, out, epilogue, groups
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
-    of_operands = scaled(b, None, scale_b, more["fast_accumulation"]) or precision is not None
+    of_operands = scaled(b, None, scale_b, more["use_fast_accum"]) or precision is not None
     if of_operands or narrow(out, *of_output) or out_dtype is not None:
         return without_gradient(op, terms, through_dispatcher, **more)
     if not through_dispatcher:
@@ -373,13 +373,13 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
 
 
 def structured(
-    op: str, terms: tuple, through_dispatcher: bool, scale_b, fast_accumulation, accumulation_dtype, out_dtype,
+    op: str, terms: tuple, through_dispatcher: bool, scale_b, use_fast_accum, accumulation_dtype, out_dtype,
     scale_out, amax, precision,
 ) -> Tensor:  # fmt: skip
     """The same of a W with 2:4 sparse blocks, which has no gradients."""
     eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
     if through_dispatcher:
-        if scaled(terms[1], None, scale_b, fast_accumulation):
+        if scaled(terms[1], None, scale_b, use_fast_accum):
             raise RuntimeError(
                 f"{op} of a Bsr24 of float8 has no registered op, which torch.compile, torch.func and dispatch modes "
                 "need; call it under torch.compiler.disable, outside of transforms and modes"
@@ -388,7 +388,7 @@ def structured(
 
         return traced_bsr24(op, *terms, out_dtype=out_dtype)
     refuse_gradient(f"{op} of a Bsr24", terms, scale_b)
-    return eager.call(op, *terms, scale_b=scale_b, fast_accumulation=fast_accumulation, out_dtype=out_dtype)
+    return eager.call(op, *terms, scale_b=scale_b, use_fast_accum=use_fast_accum, out_dtype=out_dtype)
 
 
 def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) -> Tensor:

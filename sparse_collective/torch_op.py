@@ -119,7 +119,7 @@ def _run_scaled(op, *inputs, scales, out, epilogue, **terms):
 
 
 SCALED = "sparse_collective::scaled_bsr"
-SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool fast_accumulation=False, {TERMS}, str? precision=None"
+SCALED_TERMS = f"Tensor? scales=None, Tensor? scale_b=None, bool use_fast_accum=False, {TERMS}, str? precision=None"
 library.register(SCALED, INPUTS, SCALED_TERMS, _run_scaled, _fake, flops=_flops)
 
 
@@ -240,7 +240,7 @@ def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None,
 
 
 def traced_scaled_bsr(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, fast_accumulation,
+    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, use_fast_accum,
     accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """A product of 8-bit floats, or into such, or with a precision, inside a torch.compile trace; see traced_bsr."""
@@ -249,7 +249,7 @@ def traced_scaled_bsr(
     scales = W.stored_scales
     what = f"{op} of float8, or with out_dtype or precision,"
     check_no_grad(what, inputs[4], scales, b, bias, residual, scale_b, scale_out, amax)
-    terms = scales, scale_b, fast_accumulation, *first, out_dtype, function, groups, sums, precision
+    terms = scales, scale_b, use_fast_accum, *first, out_dtype, function, groups, sums, precision
     if narrow(out, out_dtype, scale_out, amax):
         return called_narrow(NARROW, inputs, out, terms, scale_out, amax)
     return library.call(SCALED, inputs, out, terms)

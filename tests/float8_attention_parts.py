@@ -53,7 +53,7 @@ def case(device="cpu", scales: tuple | None = (), **operands) -> dict:
 
 def wide(call: dict) -> dict:
     """The call in fp64, dequantised."""
-    found = {n: v for n, v in call.items() if n not in (*SCALES, "fast_accumulation")}
+    found = {n: v for n, v in call.items() if n not in (*SCALES, "use_fast_accum")}
     starts = call.get("cu_seqlens_q")
     for name, t in zip(SCALES, "qkv", strict=True):
         value, scale = call[t].double(), call.get(name)
@@ -79,7 +79,7 @@ def assert_right(out, lse, call: dict, exact: bool, plan=None) -> None:
     empty = expected.lse.isneginf()
     assert not out[empty].count_nonzero() and torch.equal(lse.isneginf(), empty), "empty rows"
     error, eps = (out.double() - expected.out).abs(), torch.finfo(out.dtype).eps
-    largest, fast = wide(call)["v"].abs().max(), bool(call.get("fast_accumulation")) and not exact
+    largest, fast = wide(call)["v"].abs().max(), bool(call.get("use_fast_accum")) and not exact
     rounding = 2e-5 if exact else 2.0**-4 if fast else torch.finfo(BF16 if call["v"].dtype is BF16 else FP16).eps
     lost = dropped(call) if out.is_cuda else torch.zeros(())
     rounding_and_lost = rounding + (2 * lost).expm1()[..., None]
@@ -129,5 +129,5 @@ def converting(inside: bool):
         yield
 
 
-FAST = {"fast_accumulation": True}
+FAST = {"use_fast_accum": True}
 BOTH = pytest.mark.parametrize("fast", [{}, FAST], ids=["", "fast"])

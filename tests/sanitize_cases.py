@@ -95,7 +95,7 @@ def of_float8(path: str) -> None:
         out = poisoned(136, 200).to(DEVICE)
         with cute_kernels.path(path):
             given = a.to(DEVICE), b.t().contiguous().to(DEVICE)
-            cute_kernels.gemm(*given, out=out, fast_accumulation=fast, **there)
+            cute_kernels.gemm(*given, out=out, use_fast_accum=fast, **there)
         near(out.cpu(), cute_kernels.gemm(a, b.t(), out_dtype=torch.float32, **terms).double())
 
 

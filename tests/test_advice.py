@@ -148,10 +148,10 @@ CASES = {
         want=lambda d: 2 * x_of(d).double() @ numbers(d)[1].double(),
     ),
     "fast sums with scales of blocks": Case(
-        lambda d: bsr_linear(quantize(x_of(d))[0], sparse(d).quantize(), fast_accumulation=True),
+        lambda d: bsr_linear(quantize(x_of(d))[0], sparse(d).quantize(), use_fast_accum=True),
         r'use W.float\(\).quantize\(per="tensor"\)',
         lambda d: bsr_linear(quantize(x_of(d))[0], sparse(d).quantize().float().quantize(per="tensor"),
-                             scale_x=quantize(x_of(d))[1], fast_accumulation=True),
+                             scale_x=quantize(x_of(d))[1], use_fast_accum=True),
         want=lambda d: x_of(d).double() @ sparse(d).to_dense().double().mT,
     ),
     "from one FP8 dtype to another": Case(

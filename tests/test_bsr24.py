@@ -312,7 +312,7 @@ def refusals() -> list:
         (lambda: bsr_linear(x[:, :512], V), ValueError, "W is 384x640 and x"),
         (lambda: bsr_linear(x.half(), V), TypeError, "x is torch.float16 but W is torch.bfloat16"),
         (lambda: bsr_linear(x, V, scale_x=torch.ones(1)), TypeError, "scale_x of torch.bfloat16 operands"),
-        (lambda: bsr_matmul(V, x.t(), fast_accumulation=True), ValueError, "fast_accumulation of torch.bfloat16"),
+        (lambda: bsr_matmul(V, x.t(), use_fast_accum=True), ValueError, "use_fast_accum of torch.bfloat16"),
         (lambda: bsr_linear(leaf(x), V), RuntimeError, "bsr_linear of a Bsr24 does not compute gradients"),
         (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_linear(x, V, leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),

@@ -47,7 +47,7 @@ def check(op, V: Bsr24, n: int, kind: str, *, fast=False, out_dtype=BF16, batch=
     b, scale = operand(op, V, n, kind, batch=batch)
     M = V.shape[-2]
     out = poisoned(*batch, *((n, M) if op is bsr_linear else (M, n)), dtype=out_dtype, device=V.device)
-    assert run(op, V, b, scale, out=out, fast_accumulation=fast, **terms) is out
+    assert run(op, V, b, scale, out=out, use_fast_accum=fast, **terms) is out
     W = V.to_bsr()
     exact = exact_of(op, W, b, scale, **terms)
     if V.device.type == "cpu":
@@ -197,7 +197,7 @@ def test_plans():
         assert plan.facts.family == "bsr24" and plan.facts.promotes and "times the scale of their block" in str(plan)
         assert explain(bsr_linear, x[:1], V, arch="sm_90").facts.config.tile_n <= 32
     V = random_bsr((512, 512), (128, 128), per_row=2).prune_2_4().quantize(per="tensor")
-    fast = explain(bsr_linear, x[:512, :512], V.to("meta"), fast_accumulation=True, arch="sm_90")
+    fast = explain(bsr_linear, x[:512, :512], V.to("meta"), use_fast_accum=True, arch="sm_90")
     assert "fewer bits than fp32" in str(fast)
 
 
@@ -208,7 +208,7 @@ def refusals() -> list:
     return [
         (lambda: bsr_linear(x.to(BF16), V), TypeError, "x is torch.bfloat16 but W is torch.float8_e4m3fn"),
         (lambda: bsr_linear(x, V, scale_x=one.half()), TypeError, "scale_x is torch.float16"),
-        (lambda: bsr_linear(x, V, fast_accumulation=True), ValueError, "fast_accumulation with a scale for each block"),
+        (lambda: bsr_linear(x, V, use_fast_accum=True), ValueError, "use_fast_accum with a scale for each block"),
         (lambda: bsr_linear(x, V, out_dtype=E4M3), ValueError, "a Bsr24 has no float8 outputs"),
         (lambda: explain(bsr_linear, x, narrow, arch="sm_90"), ValueError, "no whole tiles of 64 rows and 128 columns"),
         (lambda: explain(bsr_linear, x, V, arch="sm_86"), ValueError, r"sm_89 in mma.sync .*; W.to_bsr\(\)"),
@@ -263,7 +263,7 @@ def configurations() -> list:
     for facts in KERNELS:
         plain = facts.epilogue.is_light and not facts.block.batch and facts.transposed and not facts.ordered
         if plain and facts.dtype == "float8_e4m3fn" and (facts.block.scaled or facts.epilogue.scale_m):
-            found.setdefault((facts.config, facts.fast_accumulation), facts)
+            found.setdefault((facts.config, facts.use_fast_accum), facts)
     return list(found.values())
 
 

@@ -50,7 +50,7 @@ def operands_of_any_width(monkeypatch):
 def facts_for(family, arch: str, dtype: str) -> list[GemmFacts]:
     """Of every configuration of a family; operands contiguous along K, and aligned."""
     spec, element = ARCHS[arch], element_of(dtype)
-    more = {"dtype": dtype, "aligns": (element.vector, element.vector, 8), "fast_accumulation": dtype == FP8}
+    more = {"dtype": dtype, "aligns": (element.vector, element.vector, 8), "use_fast_accum": dtype == FP8}
     if family is DENSE:
         configs = DENSE.candidates(spec.path, None, spec, element)
         return [catalogue.dense(spec, spec.path, config, majors=("k", "k", "n"), **more) for config in configs]

@@ -68,7 +68,7 @@ def wide(a, b, scale_a=None, scale_b=None, dtype=torch.float64):
 def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=None, residual=None, **terms):
     """gemm(...) against fp64: as torch errs in fp32, but for what tensor cores of a GPU round."""
     ours = gemm(
-        a, b, out=out, bias=bias, activation=activation, residual=residual, fast_accumulation=fast, **terms
+        a, b, out=out, bias=bias, activation=activation, residual=residual, use_fast_accum=fast, **terms
     )  # fmt: skip
     given = {name: terms[name] for name in ("scale_a", "scale_b") if name in terms}
 
@@ -179,7 +179,7 @@ def test_epilogues(place, fast, out_dtype, activation):
 @SUMS
 def test_a_function_of_one_s_own(place, fast):
     a, b, factors = numbers(64, 96, device=place), numbers(72, 96, device=place).t(), scales("rows", 64, 72, place)
-    out = gemm(a, b, epilogue=lambda x: torch.tanh(x) * 2.0, out_dtype=FP32, fast_accumulation=fast, **factors)
+    out = gemm(a, b, epilogue=lambda x: torch.tanh(x) * 2.0, out_dtype=FP32, use_fast_accum=fast, **factors)
     assert (out - 2.0 * torch.tanh(wide(a, b, **factors))).abs().max() < 4e-2
 
 
@@ -250,7 +250,7 @@ def test_operands_that_are_not_contiguous_along_k_are_copied(device):
 def test_explain_says_how_sums_are_made(arch):
     a, b = numbers(64, 96), numbers(72, 96).t()
     for fast, words in ((False, "promoted to fp32 after every"), (True, "keep fewer bits")):
-        plan = explain(gemm, a, b, fast_accumulation=fast, arch=arch)
+        plan = explain(gemm, a, b, use_fast_accum=fast, arch=arch)
         assert words in str(plan) and plan.facts.promotes != fast
         assert plan.facts.path == ARCHS[arch].float8
 
@@ -300,9 +300,9 @@ def refused(error, words, a=None, b=None, **terms):
         refused(ValueError, "scale_b is on meta", scale_b=torch.ones(1, device="meta")),
         refused(TypeError, "output of torch.int8; torch.bfloat16, torch.float16", out_dtype=torch.int8),
         refused(TypeError, "bias is torch.float8_e4m3fn", bias=torch.ones(24).to(E4M3)),
-        refused(TypeError, "fast_accumulation must be a bool, got int", fast_accumulation=1),
+        refused(TypeError, "use_fast_accum must be a bool, got int", use_fast_accum=1),
         refused(TypeError, "scale_a of torch.bfloat16 operands", *[lambda t: t.to(BF16)] * 2, scale_a=torch.ones(1)),
-        refused(ValueError, "fast_accumulation of torch.bfloat16", *[lambda t: t.to(BF16)] * 2, fast_accumulation=True),
+        refused(ValueError, "use_fast_accum of torch.bfloat16", *[lambda t: t.to(BF16)] * 2, use_fast_accum=True),
     ],
 )
 def test_refusals(place, error, words, a, b, terms):
@@ -346,8 +346,8 @@ def test_compiled(place):
     assert torch.equal(compiled(a, b, bias, **factors), call(a, b, bias, **factors))
     out = poisoned(48, 80, device=place)
     assert torch.equal(compiled(a, b, bias, **factors, out=out), call(a, b, bias, **factors))
-    plain = torch.compile(lambda a, b: gemm(a, b, fast_accumulation=True), fullgraph=True, backend="aot_eager")
-    assert torch.equal(plain(a, b), gemm(a, b, fast_accumulation=True))
+    plain = torch.compile(lambda a, b: gemm(a, b, use_fast_accum=True), fullgraph=True, backend="aot_eager")
+    assert torch.equal(plain(a, b), gemm(a, b, use_fast_accum=True))
     with pytest.raises(Exception, match="does not compute gradients"):
         compiled(a, b, bias.clone().requires_grad_(), **factors)
     torch._dynamo.reset()
@@ -403,8 +403,7 @@ def test_what_is_wrong_with_a_kernel_of_8_bits(arch):
 def test_kernels_that_promote_hold_two_kinds_of_sums():
     """So their tiles are smaller, and both consumer warpgroups share one."""
     of = {
-        fast: {f.config for _, f in KERNELS if f.path == "sm_90" and f.fast_accumulation == fast}
-        for fast in (False, True)
+        fast: {f.config for _, f in KERNELS if f.path == "sm_90" and f.use_fast_accum == fast} for fast in (False, True)
     }
     assert of[False] < of[True]
     for cfg in of[False]:
@@ -420,7 +419,7 @@ def test_kernels_that_promote_hold_two_kinds_of_sums():
 def configurations(arch: str, fast: bool) -> list:
     """Facts of each configuration, with scales of rows and columns."""
     spec, terms = ARCHS[arch], {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "majors": ("k", "k", "n")}
-    terms |= {"fast_accumulation": fast, "epilogue": EpilogueSpec(scale_m="row", scale_n="column")}
+    terms |= {"use_fast_accum": fast, "epilogue": EpilogueSpec(scale_m="row", scale_n="column")}
     configs = DENSE.candidates(spec.path, None, spec, element_of("float8_e4m3fn"))
     made = [catalogue.dense(spec, spec.path, config, **terms) for config in configs]
     made = some([facts for facts in made if not DENSE.unsupported(facts)])
@@ -488,7 +487,7 @@ def test_large_products(dtype, fast, size):
     out = poisoned(M, N, device="cuda")
     check(a[0], b[0].t(), fast=fast, device="cuda", out=out, **terms)
     again = poisoned(M, N, device="cuda")
-    gemm(a[0], b[0].t(), fast_accumulation=fast, out=again, **terms)
+    gemm(a[0], b[0].t(), use_fast_accum=fast, out=again, **terms)
     assert torch.equal(out, again)
 
 
@@ -500,7 +499,7 @@ def test_promoted_sums_are_the_accurate_ones():
     exact = a.double() @ b.t().double()
     errors = []
     for fast in (False, True):
-        out = gemm(a, b.t(), out_dtype=FP32, fast_accumulation=fast).double()
+        out = gemm(a, b.t(), out_dtype=FP32, use_fast_accum=fast).double()
         errors.append(((out - exact).norm() / exact.norm()).item())
     assert errors[0] < 1e-3 and errors[0] < errors[1] / 3, errors  # torch's own: 6e-4
 
@@ -510,13 +509,13 @@ def test_promoted_sums_are_the_accurate_ones():
 def test_scales_and_operands_change_in_a_graph(fast):
     a, b = numbers(256, 384, device="cuda"), numbers(512, 384, device="cuda").t()
     factors, out = scales("rows", 256, 512, "cuda"), poisoned(256, 512, device="cuda")
-    gemm(a, b, out=out, fast_accumulation=fast, **factors)
+    gemm(a, b, out=out, use_fast_accum=fast, **factors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm(a, b, out=out, fast_accumulation=fast, **factors)
+        gemm(a, b, out=out, use_fast_accum=fast, **factors)
     for _ in range(2):
         a.copy_(numbers(256, 384, device="cuda"))
         factors["scale_a"].uniform_(0.5, 2.0)
         out.fill_(math.nan)
         graph.replay()
-        assert torch.equal(out, gemm(a, b, fast_accumulation=fast, **factors))
+        assert torch.equal(out, gemm(a, b, use_fast_accum=fast, **factors))

@@ -139,8 +139,8 @@ WRONG = [
     ({"q": BF16}, TypeError, "k and v are of q's dtype|not few|cast"),
     ({"k": BF16}, TypeError, "k is torch.bfloat16; with q of 8 bits q and k are torch.float8_e4m3fn"),
     ({"v": FP32}, TypeError, "v is torch.float32; with q of 8 bits .* v is, too, or has 16 bits"),
-    ({"v": BF16} | FAST, TypeError, "fast_accumulation is of q, k and v of torch.float8_e4m3fn, all three, and these"),
-    ({"fast_accumulation": 1}, TypeError, "fast_accumulation must be True or False, got 1"),
+    ({"v": BF16} | FAST, TypeError, "use_fast_accum is of q, k and v of torch.float8_e4m3fn, all three, and these"),
+    ({"use_fast_accum": 1}, TypeError, "use_fast_accum must be True or False, got 1"),
     (
         {"q": E5M2, "k": E5M2, "v": E5M2},
         TypeError,

@@ -260,7 +260,7 @@ PAIR = {"scale_a": torch.ones(32, 3), "scale_b": torch.ones(3, 2)}
         refused(ValueError, r"scale_b has shape \(2, 3\).*\(3, 2\), one for each 128x128", scale_b=torch.ones(2, 3)),
         refused(ValueError, r"scale_b has shape \(3, 200\).*128x1 of b is not", scale_b=torch.ones(3, 200)),
         refused(ValueError, r"scale_b has shape \(4, 2\)", scale_b=torch.ones(4, 2)),
-        refused(ValueError, "fast_accumulation with scales of blocks", **PAIR, fast_accumulation=True),
+        refused(ValueError, "use_fast_accum with scales of blocks", **PAIR, use_fast_accum=True),
         refused(TypeError, "scale_a is torch.bfloat16", scale_a=torch.ones(32, 3, dtype=BF16)),
         refused(TypeError, "scale_a of torch.bfloat16 operands", *[lambda t: t.to(BF16)] * 2, **PAIR),
     ],

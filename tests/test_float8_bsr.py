@@ -96,7 +96,7 @@ def exact_of(op, W, b, scale, *, dtype=FP64, bias=None, activation=None, residua
 
 def check(op, W, b, scale, *, fast=False, device="cpu", out=None, **terms):
     """A product against fp64: as torch errs in fp32, but for what tensor cores of a GPU round (see test_float8)."""
-    ours = run(op, W, b, scale, out=out, fast_accumulation=fast, **terms)
+    ours = run(op, W, b, scale, out=out, use_fast_accum=fast, **terms)
     exact = exact_of(op, W, b, scale, **terms)
     if device == "cpu":
         assert_as_good_as_torch(ours, exact, exact_of(op, W, b, scale, dtype=FP32, **terms).to(ours.dtype), k=b.numel())
@@ -324,7 +324,7 @@ def test_explain_says_where_scales_are(arch):
         and plan.facts.path == ARCHS[arch].float8
     )
     assert f"after every {64 if arch == 'sm_90' else 32} of K" in str(plan)
-    plan = explain(bsr_linear, x, sparse(per="tensor"), fast_accumulation=True, arch=arch)
+    plan = explain(bsr_linear, x, sparse(per="tensor"), use_fast_accum=True, arch=arch)
     assert "keep fewer bits" in str(plan) and plan.facts.epilogue.scale_m == "tensor" and not plan.facts.block.scaled
 
 
@@ -336,15 +336,15 @@ def test_blocks_that_have_kernels(arch, block):
         assert explain(bsr_linear, numbers(n, W.shape[1]), W, arch=arch).facts.family == family
         if n > 1:
             V = sparse((block[0] * 2, block[1] * 3), block, per="tensor")
-            assert explain(bsr_linear, numbers(n, W.shape[1]), V, fast_accumulation=True, arch=arch).facts
+            assert explain(bsr_linear, numbers(n, W.shape[1]), V, use_fast_accum=True, arch=arch).facts
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda W, x: explain(bsr_linear, x[:, :256], W.t(), arch="sm_90"), "transposed view.*W.transpose"),
-        (lambda W, x: explain(bsr_linear, x, W, fast_accumulation=True, arch="sm_90"), "promoted to fp32"),
-        (lambda W, x: bsr_linear(x, W, fast_accumulation=True), "promoted to fp32"),
+        (lambda W, x: explain(bsr_linear, x, W, use_fast_accum=True, arch="sm_90"), "promoted to fp32"),
+        (lambda W, x: bsr_linear(x, W, use_fast_accum=True), "promoted to fp32"),
         (lambda W, x: bsr_linear(x, W, scale_x=torch.ones(320)), r"scale_x has shape \(320,\).*each row of x"),
         (lambda W, x: bsr_matmul(W, x.t(), scale_b=torch.ones(40, 1)), r"scale_b has shape.*\(40,\) or \(1, 40\)"),
         (lambda W, x: bsr_linear(x, W, scale_x=torch.ones(1, device="meta")), "scale_x is on meta"),
@@ -362,7 +362,7 @@ def test_calls_that_are_refused(call, words):
         (lambda W, x: bsr_linear(x.float().to(E5M2), W), "x is torch.float8_e5m2 but W is"),
         (lambda W, x: bsr_linear(x, W, scale_x=2.0), "scale_x must be a torch.Tensor, got float"),
         (lambda W, x: bsr_linear(x, W, scale_x=torch.ones(1, dtype=FP16)), "scales are torch.float32"),
-        (lambda W, x: bsr_linear(x, W, fast_accumulation=1), "fast_accumulation must be a bool"),
+        (lambda W, x: bsr_linear(x, W, use_fast_accum=1), "use_fast_accum must be a bool"),
         (lambda W, x: bsr_linear(x.float(), W.float(), scale_x=torch.ones(1)), "scale_x of torch.float32 operands"),
         (lambda W, x: bsr_linear(x, W, out=torch.empty(40, 256, dtype=torch.int8)), "output of torch.int8"),
         (lambda W, x: sddmm(numbers(256, 64), numbers(64, 320), W), "a is torch.float8_e4m3fn"),
@@ -415,8 +415,8 @@ def test_compiled(where, per):
     plain = torch.compile(lambda x: torch.nn.functional.linear(x, W), fullgraph=True, backend="aot_eager")
     assert torch.equal(plain(x), bsr_linear(x, W))
     if per != "block":
-        fast = torch.compile(lambda x: bsr_linear(x, W, fast_accumulation=True), fullgraph=True, backend="aot_eager")
-        assert torch.equal(fast(x), bsr_linear(x, W, fast_accumulation=True))
+        fast = torch.compile(lambda x: bsr_linear(x, W, use_fast_accum=True), fullgraph=True, backend="aot_eager")
+        assert torch.equal(fast(x), bsr_linear(x, W, use_fast_accum=True))
     with pytest.raises(Exception, match="does not compute gradients"):
         compiled(x, scale, bias.clone().requires_grad_())
     wrong = torch.compile(lambda x: bsr_linear(x, W, out=out, out_dtype=BF16), fullgraph=True, backend="aot_eager")

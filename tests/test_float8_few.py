@@ -89,11 +89,11 @@ def test_a_last_resort_has_wide_tiles():
 
 def test_fast_accumulation_changes_nothing():
     W, x = sparse(per="tensor"), numbers(8, 320)
-    plans = [explain(bsr_linear, x, W, arch="sm_90", fast_accumulation=fast) for fast in (False, True)]
-    assert plans[0].facts == plans[1].facts and "fast_accumulation changes nothing" in str(plans[1])
-    assert "fast_accumulation" not in str(plans[0])
-    with pytest.raises(ValueError, match="fast_accumulation with a scale for each block"):
-        explain(bsr_linear, x, sparse(), arch="sm_90", fast_accumulation=True)
+    plans = [explain(bsr_linear, x, W, arch="sm_90", use_fast_accum=fast) for fast in (False, True)]
+    assert plans[0].facts == plans[1].facts and "use_fast_accum changes nothing" in str(plans[1])
+    assert "use_fast_accum" not in str(plans[0])
+    with pytest.raises(ValueError, match="use_fast_accum with a scale for each block"):
+        explain(bsr_linear, x, sparse(), arch="sm_90", use_fast_accum=True)
 
 
 def test_columns_that_are_not_along_k_are_copied():

@@ -80,7 +80,7 @@ def exact_of(x, W, groups, scale, *, bias=None, activation=None, epilogue=None, 
 
 def check(x, W, groups, scale, *, fast=False, out=None, **terms) -> torch.Tensor:
     """Against fp64, as torch errs in fp32 but for what tensor cores of a GPU drop. Slopes of terms are at most 1.2."""
-    ours = bsr_grouped_linear(x, W, groups, out=out, scale_x=scale, fast_accumulation=fast, **terms)
+    ours = bsr_grouped_linear(x, W, groups, out=out, scale_x=scale, use_fast_accum=fast, **terms)
     assert out is None or ours is out
     exact = exact_of(x, W, groups, scale, **terms)
     if x.is_cuda:
@@ -194,9 +194,9 @@ def test_runs_that_have_kernels(arch, block):
         for per, fast in (("block", False), ("tensor", False), ("tensor", True), (None, True)):
             W = experts(shape=(2 * block[0], 3 * block[1]), block=block, per=per)
             x, scale = tokens(W, 2 * run)
-            plan = explain(bsr_grouped_linear, x, W, groups, scale_x=scale, fast_accumulation=fast, arch=arch)
+            plan = explain(bsr_grouped_linear, x, W, groups, scale_x=scale, use_fast_accum=fast, arch=arch)
             facts, cfg = plan.facts, plan.facts.config
-            assert facts.family == "bsr" and facts.path == ARCHS[arch].float8 and facts.fast_accumulation is fast
+            assert facts.family == "bsr" and facts.path == ARCHS[arch].float8 and facts.use_fast_accum is fast
             assert run % (cfg.tile_n * cfg.cluster_n) == 0 and facts.block.run == run
             assert f"grouped in runs of {run} rows" in str(plan)
 
@@ -217,8 +217,8 @@ def call(W=None, x=None, *, count=64 * 6, **terms):
 @pytest.mark.parametrize(
     ("refused", "error", "words"),
     [
-        (lambda: call(fast_accumulation=True), ValueError, "scale for each block of W.*leave fast_accumulation out"),
-        (lambda: call(fast_accumulation=1), TypeError, "fast_accumulation must be a bool"),
+        (lambda: call(use_fast_accum=True), ValueError, "scale for each block of W.*leave use_fast_accum out"),
+        (lambda: call(use_fast_accum=1), TypeError, "use_fast_accum must be a bool"),
         (lambda: call(scale_x=torch.ones(6)), ValueError, r"scale_x has shape \(6,\).*\(384,\) or \(384, 1\)"),
         (lambda: call(scale_x=torch.ones(384, 3)), ValueError, "scale_x has shape"),
         (lambda: call(scale_x=2.0), TypeError, "scale_x must be a torch.Tensor, got float"),
@@ -287,7 +287,7 @@ def test_compiled(where, form):
     one = W.with_values(W.values, W.scales.flatten()[:1].clone())
 
     def fast(x, ends):
-        return bsr_grouped_linear(x, one, offsets=ends, group_rows=64, fast_accumulation=True)
+        return bsr_grouped_linear(x, one, offsets=ends, group_rows=64, use_fast_accum=True)
 
     assert torch.equal(torch.compile(fast, fullgraph=True, backend=backend)(x, ends), fast(x, ends))
     with pytest.raises(Exception, match="does not compute gradients"):
@@ -323,7 +323,7 @@ def configurations(arch: str) -> list:
     usual = {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "batch": "values", "ranks": (4, 2, 2)}
     kinds = (
         {"epilogue": EpilogueSpec(bias="row", bias_dtype="float32", bias_items=True, scale_n="column"), "scaled": True},
-        {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="column"), "fast_accumulation": True},
+        {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="column"), "use_fast_accum": True},
     )
     for block in ((128, 128), (64, 64), (128, 64)):
         for kind in kinds:
@@ -333,8 +333,7 @@ def configurations(arch: str) -> list:
                 found += [] if BSR.unsupported(facts) else [facts]
     fast = {True: ", fast", False: ""}
     return [
-        pytest.param(f, id=f"{f.block.bm}x{f.block.bk}, {f.config.short}{fast[f.fast_accumulation]}")
-        for f in some(found)
+        pytest.param(f, id=f"{f.block.bm}x{f.block.bk}, {f.config.short}{fast[f.use_fast_accum]}") for f in some(found)
     ]
 
 
@@ -410,7 +409,7 @@ def test_large_products(form, dtype, per, block):
             terms = {"bias": bias, "activation": "gelu"}
             out, again = (poisoned(len(x), W.shape[1], device="cuda") for _ in range(2))
             check(x, W, groups, scale, fast=fast, out=out, **terms)
-            bsr_grouped_linear(x, W, groups, out=again, scale_x=scale, fast_accumulation=fast, **terms)
+            bsr_grouped_linear(x, W, groups, out=again, scale_x=scale, use_fast_accum=fast, **terms)
             assert torch.equal(out, again)
 
 

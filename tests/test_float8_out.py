@@ -94,7 +94,7 @@ def test_scales_of_operands_and_functions(place):
     exact = torch.tanh(0.5 * (a.double() * scale_a.double()) @ (b.double() * scale_b.double())) * 3
     terms = {"scale_a": scale_a, "scale_b": scale_b, "alpha": 0.5, "epilogue": lambda x: torch.tanh(x) * 3.0}
     check(lambda **t: gemm(a, b, **terms, **t), exact, out=unwritten(96, 80, device=place), scale=100.0, slack=2e-3)
-    x = gemm(a, b, out_dtype=E4M3, scale_out=torch.full((1, 1), 0.25, device=place), fast_accumulation=True)
+    x = gemm(a, b, out_dtype=E4M3, scale_out=torch.full((1, 1), 0.25, device=place), use_fast_accum=True)
     assert x.dtype == E4M3 and x.is_contiguous()
     assert_rounded(x, a.double() @ b.double(), 0.25, 0.1)
 

@@ -213,7 +213,7 @@ def test_known_plans_are_not_confused(device):
         (BF16, FP16, ValueError, "accumulation_dtype=torch.float16 of torch.bfloat16 operands; those of torch.float16"),
         (BF16, FP32, ValueError, "accumulation_dtype=torch.float32 of torch.bfloat16 operands"),
         (FP32, FP16, ValueError, "of torch.float32 operands; .*add up in fp32 or wider .leave it out"),
-        (torch.float8_e4m3fn, FP16, ValueError, "of torch.float8_e4m3fn operands.*have fast_accumulation=True"),
+        (torch.float8_e4m3fn, FP16, ValueError, "of torch.float8_e4m3fn operands.*have use_fast_accum=True"),
         (FP16, BF16, ValueError, "accumulation_dtype=torch.bfloat16; .* in torch.float32, the default, or in torch.fl"),
         (FP16, torch.int32, ValueError, "accumulation_dtype=torch.int32"),
         (FP16, True, TypeError, "accumulation_dtype must be a torch.dtype or None, got bool"),

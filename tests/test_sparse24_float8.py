@@ -135,7 +135,7 @@ def check(
 ):
     """gemm of the compressed w against fp64: as torch errs in fp32, but for what tensor cores of a GPU round."""
     given = {"bias": bias, "activation": activation, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
-    ours = gemm(Sparse24.from_dense(w), b, out=out, fast_accumulation=fast, **given, **terms)
+    ours = gemm(Sparse24.from_dense(w), b, out=out, use_fast_accum=fast, **given, **terms)
     alpha, beta = terms.get("alpha", 1.0), terms.get("beta", 1.0)
 
     def scaled(dtype):
@@ -174,7 +174,7 @@ def calls(device: str, dtype, fast: bool) -> None:
     check(w[:, :104], b[:104, :133], fast=fast, out=poisoned(M, 133, dtype=BF16, device=device))  # no multiples of 16
     check(pruned(1, 8, dtype, device), numbers(8, 8, dtype=dtype, device=device), fast=fast, scale_a=one)
     W = Sparse24.from_dense(w)
-    double = gemm(W, b, scale_a=rows, epilogue=lambda t: t * 2.0, out_dtype=FP32, fast_accumulation=fast)
+    double = gemm(W, b, scale_a=rows, epilogue=lambda t: t * 2.0, out_dtype=FP32, use_fast_accum=fast)
     exact, magnitudes = 2.0 * rows * (w.float() @ b.float()), 2.0 * rows * (w.float().abs() @ b.float().abs())
     assert ((double - exact).abs() <= 1e-2 * magnitudes + 1e-6).all()
 
@@ -185,7 +185,7 @@ def test_on_the_cpu(dtype, fast):
     calls("cpu", dtype, fast)
     for M, N, K in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
         w, b, one = pruned(M, K, dtype), numbers(K, N, dtype=dtype), torch.ones(1)
-        ours = gemm(Sparse24.from_dense(w), b, bias=torch.ones(N), scale_a=one, fast_accumulation=fast)
+        ours = gemm(Sparse24.from_dense(w), b, bias=torch.ones(N), scale_a=one, use_fast_accum=fast)
         assert torch.equal(ours, gemm(w, b, bias=torch.ones(N), scale_a=one))
 
 
@@ -209,7 +209,7 @@ def test_calls_on_a_gpu(dtype, fast):
     calls("cuda", dtype, fast)
     for M, N, K in ((4096, 1024, 4096), (512, 512, 16384), (100, 72, 4096), (256, 256, 128)):
         w, b = pruned(M, K, dtype, "cuda"), columns_major(numbers(K, N, dtype=dtype, device="cuda"))
-        ours = gemm(Sparse24.from_dense(w), b, fast_accumulation=fast, out_dtype=FP32)
+        ours = gemm(Sparse24.from_dense(w), b, use_fast_accum=fast, out_dtype=FP32)
         dense = w.float().double() @ b.float().double()
         off = (ours.double() - dense).norm() / dense.norm()
         assert off < (2e-2 if fast else 2e-3), (M, N, K, off)
@@ -226,7 +226,7 @@ def test_plans():
     plan = explain(gemm, meta(8192, 8192), b.t(), arch="sm_90")
     assert plan.facts.family == "sparse24" and plan.facts.promotes and plan.facts.config.cluster == 2
     assert "promoted to fp32 after every" in str(plan) and "copied" not in str(plan)
-    fast = explain(gemm, meta(8192, 8192), b, fast_accumulation=True, arch="sm_90")
+    fast = explain(gemm, meta(8192, 8192), b, use_fast_accum=True, arch="sm_90")
     assert "fewer bits than fp32" in str(fast) and "b is copied" in str(fast)
     config = explain(gemm, meta(512, 8192), b[:64].t(), arch="sm_90").facts.config
     assert config.tile_m * config.tile_n < 128 * 256
@@ -242,7 +242,7 @@ def refusals() -> list:
         (lambda: gemm(W, b, scale_a=torch.ones(31)), ValueError, r"scale_a has shape \(31,\).*\(32, 256\)"),
         (lambda: gemm(W, b, scale_a=torch.ones(32, 2)), ValueError, r"scale_a has shape \(32, 2\)"),
         (lambda: gemm(W, b, scale_b=torch.ones(2, 1)), ValueError, r"scale_b has shape \(2, 1\)"),
-        (lambda: gemm(W, b, fast_accumulation=1), TypeError, "must be a bool"),
+        (lambda: gemm(W, b, use_fast_accum=1), TypeError, "must be a bool"),
         (lambda: gemm(W, b, accumulation_dtype=FP16), ValueError, "add up in fp32"),
         (lambda: gemm(W, b, out_dtype=E4M3), TypeError, "output of torch.float8_e4m3fn"),
         (lambda: gemm(W, b, amax=one), ValueError, "amax belong to float8 outputs"),
@@ -307,7 +307,7 @@ def test_kernels_have_no_spills(facts, outcome_of):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_products_are_sparse_ones(fast):
-    facts = next(facts for facts in KERNELS if facts.fast_accumulation == fast)
+    facts = next(facts for facts in KERNELS if facts.use_fast_accum == fast)
     sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
     columns = 256 if fast else 128
     assert set(re.findall(r"[HQ]GMMA\.\S+", sass)) == {f"QGMMA.SP.64x{columns}x64.F32.E4M3.E4M3"}

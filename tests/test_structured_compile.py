@@ -158,7 +158,7 @@ def refusals() -> list:
         (lambda b: gemm(W, b), b[None], "b has 3 dimensions"),
         (lambda b: gemm(W, b), b[:40], "72 columns meet 40 rows"),
         (lambda x: bsr_linear(x, V), x[:, :128], "384 columns of W meet 128"),
-        (lambda b: gemm(W, b, fast_accumulation=True), b, "scales and fast_accumulation"),
+        (lambda b: gemm(W, b, use_fast_accum=True), b, "scales and use_fast_accum"),
         (lambda x: bsr_linear(x, V, accumulation_dtype=FP16), x, "summed in fp32 alone"),
         (lambda x: bsr_linear(x, V, out_dtype=torch.float8_e4m3fn), x, "no float8 outputs"),
         (lambda x: V @ x.t(), x, r"write torch.matmul\(W, b\)"),

@@ -166,7 +166,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     ]
     found = []
     for fast in (False, True):
-        terms = usual | {"fast_accumulation": fast}
+        terms = usual | {"use_fast_accum": fast}
         for config in configs:
             found += [dense(spec, spec.path, config, **terms)]
             found += [dense(spec, spec.path, config, **terms, epilogue=replace(COL, **each))]
@@ -267,7 +267,7 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {"epilogue": replace(LIGHT, **each), "majors": ("k", "k", "m")},
         {"epilogue": replace(full(), residual=None, **each), "majors": ("k", "k", "m")},
         {"epilogue": heavy, "aligns": (element.vector, element.vector, 1)},
-        {"epilogue": EpilogueSpec(scale_out=True), "fast_accumulation": True, "out_dtype": "float8_e5m2"},
+        {"epilogue": EpilogueSpec(scale_out=True), "use_fast_accum": True, "out_dtype": "float8_e5m2"},
         {"epilogue": replace(heavy, scale_m="1x128", scale_n="128x128"), "ranks": (3, 3, 3)},
         wide | {"epilogue": replace(heavy, scale_m=None, scale_n=None)},
         wide | {"epilogue": EpilogueSpec(scale_out=True, amax=True), "majors": ("k", "n", "m")},
@@ -330,7 +330,7 @@ def operands_text(facts: GemmFacts) -> str:
     if facts.block and facts.block.batch:
         text += f" batch of {facts.block.batch}" + (f" runs of {facts.block.run}" if facts.block.run else "")
     text += " scaled" if facts.block and facts.block.scaled else ""
-    text += " fast" if facts.fast_accumulation else ""
+    text += " fast" if facts.use_fast_accum else ""
     text += " chained" if facts.chained else ""
     text += " promoted" if facts.promoted else ""
     text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""

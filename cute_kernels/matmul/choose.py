@@ -39,8 +39,8 @@ def choose(
             clocks, facts = best
             if clocks >= LAST_RESORT:
                 notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
-            if problem.fast_accumulation and facts.converts:
-                notes.append("fast_accumulation changes nothing: this kernel adds up in fp32, of operands made fp16")
+            if problem.use_fast_accum and facts.converts:
+                notes.append("use_fast_accum changes nothing: this kernel adds up in fp32, of operands made fp16")
             if problem.acc_dtype != facts.acc_dtype:
                 notes.append(f"accumulation_dtype changes nothing: the {facts.family} kernels add up in fp32")
             if facts.warp_specialised and not facts.tma_store:
@@ -114,7 +114,7 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         transposed=problem.transposed,
         block=problem.block,
         epilogue=problem.epilogue,
-        fast_accumulation=problem.fast_accumulation and not config.converts,
+        use_fast_accum=problem.use_fast_accum and not config.converts,
         promoted=problem.promoted,
         acc_dtype=problem.acc_dtype if type(config) is GemmConfig else "float32",
     )

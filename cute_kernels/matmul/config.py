@@ -168,7 +168,7 @@ class GemmFacts:
     most 16 bytes; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch
     tensors a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and
     output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
-    `fast_accumulation` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
+    `use_fast_accum` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
     `acc_dtype`: what tensor cores keep sums in; float16 takes half the registers, and has 11 bits.
     `promoted` (of fp32 operands, in TF32 parts): short sums are added up in fp32, as those of 8-bit floats are.
     `chained`: the kernel follows another, which makes B and its scales, and leads; see tile/chain.py.
@@ -186,7 +186,7 @@ class GemmFacts:
     block: BlockFacts | None = None
     ordered: bool = False
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
-    fast_accumulation: bool = False
+    use_fast_accum: bool = False
     acc_dtype: str = "float32"
     promoted: bool = False
     chained: bool = False
@@ -240,7 +240,7 @@ class GemmFacts:
     @property
     def promotes(self) -> bool:
         """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
-        return self.promoted or self.element.width == 1 and not self.converts and not self.fast_accumulation
+        return self.promoted or self.element.width == 1 and not self.converts and not self.use_fast_accum
 
     @property
     def converts(self) -> bool:

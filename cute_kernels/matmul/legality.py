@@ -57,8 +57,8 @@ def _float8(facts: GemmFacts) -> str:
     """What operands of 8-bit floats, and their sums, ask."""
     scaled = facts.epilogue.scales_operands or facts.block is not None and facts.block.scaled
     if facts.element.width != 1:
-        if facts.fast_accumulation or scaled:
-            return f"{'fast accumulation' if facts.fast_accumulation else 'scales'} of {facts.dtype}: float8 has them"
+        if facts.use_fast_accum or scaled:
+            return f"{'fast accumulation' if facts.use_fast_accum else 'scales'} of {facts.dtype}: float8 has them"
         return ""
     if facts.converts:
         return _float8_blocks(facts)
@@ -162,10 +162,10 @@ def _float8_blocks(facts: GemmFacts) -> str:
             f"a transposed view of blocks of {facts.dtype}: tensor cores read them contiguous along K alone; "
             "W.transpose() stores the transpose"
         )
-    if block.scaled and facts.fast_accumulation:
+    if block.scaled and facts.use_fast_accum:
         return (
             "scales of stored blocks with fast accumulation: they multiply sums when those are promoted to fp32, and "
-            "these stay in the tensor cores; use one scale for all of W, or leave fast_accumulation out"
+            "these stay in the tensor cores; use one scale for all of W, or leave use_fast_accum out"
         )
     return ""
 
@@ -213,7 +213,7 @@ def _gated_float8(facts: GemmFacts) -> str:
     """What a gate of 8-bit floats asks of a call."""
     if facts.block is None:
         return "a gate of 8-bit floats: block-sparse products have it"
-    if facts.fast_accumulation:
+    if facts.use_fast_accum:
         return "a gate with fast accumulation: that of 8-bit floats is of promoted sums"
     if facts.block.bm % 128:
         rows = facts.block.bm

@@ -50,7 +50,7 @@ class Problem:
     transposed: bool = False
     density: float = 1.0  # of a sparse operand, as its statistics
     stats: PatternStats = NOT_KNOWN
-    fast_accumulation: bool = False  # see GemmFacts
+    use_fast_accum: bool = False  # see GemmFacts
     structured: bool = False  # whether A is 2:4 sparse: its layout is that of the stored half
     acc_dtype: str = "float32"  # what sums may be kept in; see GemmFacts
     promoted: bool = False  # see GemmFacts

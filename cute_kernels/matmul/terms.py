@@ -32,7 +32,7 @@ class Terms:
     gated: bool = False  # see EpilogueSpec
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
-    fast_accumulation: bool = False
+    use_fast_accum: bool = False
     accumulation_dtype: torch.dtype | None = None
     scale_out: torch.Tensor | None = None
     amax: torch.Tensor | None = None
@@ -145,16 +145,16 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
     )
 
 
-def check_fast_accumulation(op: str, value, dtype: torch.dtype, scales: tuple = ()) -> None:
+def check_fast_accum(op: str, value, dtype: torch.dtype, scales: tuple = ()) -> None:
     """TypeError for one that is no bool; ValueError where operands, or scales of these kinds, have no such sums."""
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: fast_accumulation must be a bool, got {type(value).__name__}")
+        raise TypeError(f"{op}: use_fast_accum must be a bool, got {type(value).__name__}")
     if value and dtype not in FLOAT8:
-        raise ValueError(f"{op}: fast_accumulation of {dtype} operands; {FLOAT8_TEXT} have it, others add up in fp32")
+        raise ValueError(f"{op}: use_fast_accum of {dtype} operands; {FLOAT8_TEXT} have it, others add up in fp32")
     if value and ("1x128" in scales or "128x128" in scales):
         raise ValueError(
-            f"{op}: fast_accumulation with scales of blocks: each sum of 128 products is multiplied by its own scales, "
-            "so none stays in the tensor cores; leave fast_accumulation out"
+            f"{op}: use_fast_accum with scales of blocks: each sum of 128 products is multiplied by its own scales, "
+            "so none stays in the tensor cores; leave use_fast_accum out"
         )
 
 
@@ -165,7 +165,7 @@ def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{op}: accumulation_dtype must be a torch.dtype or None, got {type(value).__name__}")
     if dtype != torch.float16:
-        also = f"; {FLOAT8_TEXT} have fast_accumulation=True" if dtype in FLOAT8 else ""
+        also = f"; {FLOAT8_TEXT} have use_fast_accum=True" if dtype in FLOAT8 else ""
         raise ValueError(
             f"{op}: accumulation_dtype={value} of {dtype} operands; those of torch.float16 have it, others add up in "
             f"fp32 or wider (leave it out){also}"

@@ -137,7 +137,7 @@ def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: 
 
 def promotes(problem: Problem) -> bool:
     """Whether sums of K-tiles are added up in fp32."""
-    return problem.width == 1 and not problem.fast_accumulation
+    return problem.width == 1 and not problem.use_fast_accum
 
 
 def k_tile_clocks(
@@ -245,7 +245,7 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
         {**direct, "epilogue": replace(catalogue.COL, **each)},
     ]
     for fast in (False, True):
-        terms = wide | {"fast_accumulation": fast}
+        terms = wide | {"use_fast_accum": fast}
         for config in family.candidates(spec.path, None, spec, element):
             yield catalogue.dense(spec, spec.path, config, **terms)
             loaded = replace(catalogue.COL, **each)

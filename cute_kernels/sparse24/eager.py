@@ -10,7 +10,7 @@ from ..dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, default_out_dtype
 from ..matmul.choose import choose
 from ..matmul.plan import Plan, along_k, bias_view, scale_view, viewed
 from ..matmul.problem import Extents, Problem
-from ..matmul.terms import Terms, bias_kind, check_fast_accumulation, epilogue_program, scale_kind
+from ..matmul.terms import Terms, bias_kind, check_fast_accum, epilogue_program, scale_kind
 from ..operand import layout_of_tensor, major
 from ..runtime.autocast import any_autocast, cast_product
 from ..runtime.call_plan import PlanCache
@@ -24,14 +24,14 @@ _PLANS = PlanCache()
 
 def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None,
+    use_fast_accum=False, accumulation_dtype=None,
 ):  # fmt: skip
     """ops.gemm where an operand is a Sparse24."""
     _check_kind(a, b, accumulation_dtype)
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
     if a.shape[1] == 0:  # a sum over nothing, which the dense kernel knows
-        scales = {"scale_a": scale_a, "scale_b": scale_b, "fast_accumulation": fast_accumulation}
+        scales = {"scale_a": scale_a, "scale_b": scale_b, "use_fast_accum": use_fast_accum}
         return eager.gemm(a.to_dense(), b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, **scales)
     tensors = (a.values, b) if out is None else (a.values, b, out, a.metadata)
     tensors += tuple(t for t in (bias, residual, scale_a, scale_b) if t is not None)
@@ -39,7 +39,7 @@ def gemm(
         terms = (
             a.values.numel(), b.numel(), activation, epilogue, type(alpha), type(beta), alpha == 1.0, out_dtype,
             forced_path(), out is None, bias is None, residual is None, scale_a is None, scale_b is None,
-            fast_accumulation, type(fast_accumulation), beta == 0,
+            use_fast_accum, type(use_fast_accum), beta == 0,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
         terms = None
@@ -47,7 +47,7 @@ def gemm(
     if plan is None or plan.function is None:
         given = Terms(
             bias, activation, residual, alpha, beta, epilogue, scale_a=scale_a, scale_b=scale_b,
-            fast_accumulation=fast_accumulation,
+            use_fast_accum=use_fast_accum,
         )  # fmt: skip
     if plan is None:
         plan = _PLANS.checked(OP, terms, tensors, out, partial(_plan, a, b, given, out, out_dtype), residual)
@@ -118,7 +118,7 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
         raise ValueError(f"{OP}: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[0]} rows")
     whole = torch.empty(a.shape, dtype=a.dtype, device="meta")
     scales = scale_kind(OP, "scale_a", terms.scale_a, whole), scale_kind(OP, "scale_b", terms.scale_b, b)
-    check_fast_accumulation(OP, terms.fast_accumulation, a.dtype, scales)
+    check_fast_accum(OP, terms.use_fast_accum, a.dtype, scales)
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype(OP, out, out_dtype, wide)
     checks.check_result(OP, "out", out, (M, N), out_dtype)
@@ -155,7 +155,7 @@ def _plan_kernel(plan: Plan, a: Sparse24, b, terms: Terms, out, spec) -> None:
     (M, N), K = plan.out_shape, a.shape[1]
     problem = Problem(
         Extents(M, N, K), *names, layouts, majors, (2, 2, 2), spec, structured=True,
-        fast_accumulation=terms.fast_accumulation,
+        use_fast_accum=terms.use_fast_accum,
     )  # fmt: skip
     arch, sms, card = device_arch(a.values.get_device())
     try:

@@ -39,13 +39,13 @@ library.register(NAME, INPUTS, TERMS, _run, _fake, flops=_flops)
 
 def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    fast_accumulation=False, accumulation_dtype=None,
+    use_fast_accum=False, accumulation_dtype=None,
 ):  # fmt: skip
     """gemm of a Sparse24 inside a torch.compile trace."""
     eager._check_kind(a, b, accumulation_dtype)
-    if scaled(a.values, scale_a, scale_b, fast_accumulation):
+    if scaled(a.values, scale_a, scale_b, use_fast_accum):
         raise RuntimeError(
-            f"{eager.OP} of float8, to which scales and fast_accumulation belong, is not traced by torch.compile; call "
+            f"{eager.OP} of float8, to which scales and use_fast_accum belong, is not traced by torch.compile; call "
             "it under torch.compiler.disable"
         )
     check_no_grad(eager.OP, a.values, b, bias, residual)

@@ -203,8 +203,8 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
     changes = [
         {},
         {"epilogue": one},
-        {"fast_accumulation": True},
-        {"epilogue": replace(loaded, scale_m="tensor"), "fast_accumulation": True},
+        {"use_fast_accum": True},
+        {"epilogue": replace(loaded, scale_m="tensor"), "use_fast_accum": True},
         {"epilogue": loaded, "scaled": True},
         {"epilogue": tokens, "scaled": True, "ordered": True},
         {"epilogue": tokens, "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
@@ -217,7 +217,7 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
         for config in configs:
             yield catalogue.linear(spec, spec.path, config, shape, **usual, epilogue=tokens, scaled=True)
             if shape == BLOCKS[0]:
-                yield catalogue.linear(spec, spec.path, config, shape, **usual, epilogue=one, fast_accumulation=True)
+                yield catalogue.linear(spec, spec.path, config, shape, **usual, epilogue=one, use_fast_accum=True)
         for change in changes if shape == BLOCKS[0] else changes[:1]:
             made = (catalogue.linear(spec, spec.path, config, shape, **usual | change) for config in configs)
             yield from buildable(family, made)[:1]
