@@ -12,7 +12,7 @@ from .masks.block_lists import MOST
 check_tensor = checks.check_tensor
 TORCHS = "torch.nn.functional.scaled_dot_product_attention"
 NO_CACHE = (
-    "attention: with seqlens_k or block_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
+    "attention: with seqused_k or page_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
     "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k) of 16 bits, "
     "which have gradients"
 )
@@ -75,7 +75,7 @@ def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
         raise TypeError(
             f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q and k in "
             "torch.float8_e4m3fn, too (sm_90), or dequantize k and v, as (k.float() * scale).to(q.dtype) with a scale "
-            "that broadcasts over k; FP8 caches (seqlens_k) go with a 16-bit q"
+            "that broadcasts over k; FP8 caches (seqused_k) go with a 16-bit q"
         )
 
 
@@ -165,10 +165,10 @@ def refuse_options(op: str, options: dict) -> None:
             "; a mask keeps packed sequences apart: pass q.transpose(0, 1)[None], k and v alike, and block_mask & "
             "patterns.packed_documents(cu_seqlens_q, cu_seqlens_k, lengths=(total_q, total_k))"
         )
-    elif name in ("seqlens_k", "block_table"):
+    elif name in ("seqused_k", "page_table"):
         advice = (
-            "; gather the pages with k.transpose(0, 1)[:, block_table].transpose(0, 1).flatten(2, 3), v alike, which "
-            "copies them, and let mask_mod see kv < seqlens_k[b]; or call attention, which reads pages in place"
+            "; gather the pages with k.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3), v alike, which "
+            "copies them, and let mask_mod see kv < seqused_k[b]; or call attention, which reads pages in place"
         )
     elif name == "window":
         advice = "; pass block_mask & patterns.sliding_window(lengths, window)"

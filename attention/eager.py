@@ -27,7 +27,7 @@ _PLANS = PlanCache(operands=3)
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
     score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
@@ -35,20 +35,20 @@ def attention(
         window = tuple(window)
     score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqlens_k, block_table)
+        _check_one_form(seqused_k, page_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
         terms["fast"] = use_fast_accum
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
-        out is None, seqlens_k is None, block_table is None, None if score is None else score.mod, sinks is None,
+        out is None, seqused_k is None, page_table is None, None if score is None else score.mod, sinks is None,
         q_scale is None, k_scale is None, v_scale is None, use_fast_accum,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
-    if seqlens_k is not None or block_table is not None:
-        seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
-        tensors += (seqlens_k,) if block_table is None else (seqlens_k, block_table)
+    if seqused_k is not None or page_table is not None:
+        seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
+        tensors += (seqused_k,) if page_table is None else (seqused_k, page_table)
     if score is not None:
         tensors += score.tensors
     if sinks is not None:
@@ -63,14 +63,14 @@ def attention(
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqlens_k=seqlens_k, block_table=block_table, sinks=sinks, score_mod=score, q_scale=q_scale,
+            out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score, q_scale=q_scale,
             k_scale=k_scale, v_scale=v_scale, use_fast_accum=use_fast_accum,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
-        if seqlens_k is not None:
-            terms |= {"seqlens_k": seqlens_k, "block_table": block_table}
+        if seqused_k is not None:
+            terms |= {"seqused_k": seqused_k, "page_table": page_table}
         if float8.serves(q, None):
             terms["scales"] = q_scale, k_scale, v_scale
         elif checks.narrow(k, v):
@@ -79,7 +79,7 @@ def attention(
             terms["score_mod"] = score
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
     elif plan.facts.family == decode.FAMILY:
-        more = seqlens_k, block_table, None if score is None else score.reads
+        more = seqused_k, page_table, None if score is None else score.reads
         if plan.facts.cache is not None:
             more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
@@ -122,7 +122,7 @@ def block_sparse_attention(
 
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, block_table=None, sinks=None, deterministic=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
     score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
@@ -130,21 +130,21 @@ def plan_attention(
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqlens_k, block_table)
+        _check_one_form(seqused_k, page_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
         terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
         terms["fast"] = use_fast_accum
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
-    seqlens_k, block_table = cache_checks.unit_stride(seqlens_k), cache_checks.unit_stride(block_table)
-    of_8_bits = seqlens_k is None and block_table is None and float8.serves(q, q_scale)
+    seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
+    of_8_bits = seqused_k is None and page_table is None and float8.serves(q, q_scale)
     scales, out_dtype = (q_scale, k_scale, v_scale), None
     if of_8_bits:
         float8.check("attention", q, k, v, scales)
         out_dtype = float8.out_dtype("attention", q, out)
     else:
-        cache_checks.check_cache("attention", q, k, v, seqlens_k, block_table, q_scale, k_scale, v_scale)
+        cache_checks.check_cache("attention", q, k, v, seqused_k, page_table, q_scale, k_scale, v_scale)
     check_sinks("attention", sinks, q)
-    columns = cache_checks.capacity(k, block_table)
+    columns = cache_checks.capacity(k, page_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out, out_dtype)
     bounds = window_bounds(window, causal)
@@ -154,9 +154,9 @@ def plan_attention(
 
         def choose(plan, facts, extents) -> bool:
             sms = extents.sms
-            if seqlens_k is None and not decode.serves(q, k, sms):
+            if seqused_k is None and not decode.serves(q, k, sms):
                 return decode.refuse_narrow(q, k)
-            decode.use(plan, facts, q, k, seqlens_k, block_table, bounds, sms, k_scale, v_scale)
+            decode.use(plan, facts, q, k, seqused_k, page_table, bounds, sms, k_scale, v_scale)
             return True
 
         if of_8_bits:
@@ -182,16 +182,16 @@ def _scales_of_packed(q, k, v, *scales) -> tuple | None:
     return None
 
 
-def _check_one_form(seqlens_k, block_table) -> None:
+def _check_one_form(seqused_k, page_table) -> None:
     """Packed sequences have no cache."""
-    if seqlens_k is not None or block_table is not None:
-        raise ValueError("attention: cu_seqlens and seqlens_k are two forms; give one of them")
+    if seqused_k is not None or page_table is not None:
+        raise ValueError("attention: cu_seqlens and seqused_k are two forms; give one of them")
 
 
 def _reference(q, k, v, scales: tuple | None = None, **terms):
     if scales is not None:
         return reference.attention(*float8.dequantised(q, k, v, scales), **terms, return_lse=True)
-    if "seqlens_k" in terms:
+    if "seqused_k" in terms:
         return reference.attention_cached(q, k, v, **terms, return_lse=True)
     if not checks.narrow(k, v):
         return reference.attention(q, k, v, **terms, return_lse=True)

@@ -46,7 +46,7 @@ def check_operands(op: str, q, k, v) -> None:
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype}; with q of 8 bits q and k are {E4M3}, and v is, too, or has 16 bits "
                 f"(here {others}); quantize {name} to it, or dequantize the others, as (q.float() * "
-                "scale).to(torch.bfloat16). Decoding takes a BF16 q with FP8 caches (seqlens_k), E5M2 too"
+                "scale).to(torch.bfloat16). Decoding takes a BF16 q with FP8 caches (seqused_k), E5M2 too"
             )
 
 

@@ -40,8 +40,8 @@ def attention(
     out: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
@@ -63,12 +63,12 @@ def attention(
         scale: above 0; 1 / sqrt(D) by default.
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
-        seqlens_k: (B,) int32, for a cache that is not full: the rows of k and v that each item has, instead of all Sk,
+        seqused_k: (B,) int32, for a cache that is not full: the rows of k and v that each item has, instead of all Sk,
             also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for padding on the
-            left: item b has rows seqlens_k[b, 0] to before seqlens_k[b, 1], and those before must be finite.
-        block_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
+            left: item b has rows seqused_k[b, 0] to before seqused_k[b, 1], and those before must be finite.
+        page_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
-            j % page_size of page block_table[b, j // page_size]. Needs seqlens_k. Later entries are not read.
+            j % page_size of page page_table[b, j // page_size]. Needs seqused_k. Later entries are not read.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
             to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries begin at 0
@@ -88,13 +88,13 @@ def attention(
             multiplied by, None for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as FlashAttention 3's q_descale; B
             is the number of packed sequences.
             q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks, not with
-            seqlens_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
+            seqused_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
-            seqlens_k for any number of queries, or without for few queries. Neither at head dimension 512.
+            seqused_k for any number of queries, or without for few queries. Neither at head dimension 512.
         use_fast_accum: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
             errs by some percent; see usage.md. Not on the CPU.
 
-    A length in seqlens_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
+    A length in seqused_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
 
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
@@ -115,7 +115,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: q, k, v or sinks requires a gradient and out, seqlens_k or block_table is given, k and v are of 8
+        RuntimeError: q, k, v or sinks requires a gradient and out, seqused_k or page_table is given, k and v are of 8
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
     if any_autocast() and out is None:
@@ -125,7 +125,7 @@ def attention(
         checks.check_fast("attention", q, k, v, use_fast_accum)
     terms = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "page_table": page_table,
         "sinks": sinks, "deterministic": deterministic, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
         "use_fast_accum": use_fast_accum,
     }  # fmt: skip
@@ -144,7 +144,7 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
     differentiable = out is None and watched(q, k, v, sinks)
     if score_mod is not None or hidden() or _nested(q, k, v):
-        caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"))
+        caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"))
         check_front("attention", q, k, v, sinks, out, *caches, *scales)
     if score_mod is not None:
         score = _bound("attention", score_mod, q)
@@ -152,7 +152,7 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
         differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
     if not differentiable or not isinstance(terms["return_lse"], bool):
         return eager.attention(q, k, v, **terms)
-    cache = terms["seqlens_k"] is not None or terms["block_table"] is not None
+    cache = terms["seqused_k"] is not None or terms["page_table"] is not None
     checks.check_differentiable("attention", k, v, scales, cache)
     options = _options(terms)
     options["window"] = terms["window"]
@@ -209,7 +209,7 @@ def block_sparse_attention(
             mask's function captures are read when the graph runs, so they must not be written to inside of it.
             Mask and scores have the same lengths; or the mask is as many rows as columns longer, and is cropped.
         causal: a row also sees no column after its own, as in attention.
-        others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table and window raise
+        others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqused_k, page_table and window raise
             TypeError, with what serves instead: masks combine with &, see usage.md.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see

@@ -188,8 +188,8 @@ def attention_cached(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seqlens_k: Tensor,
-    block_table: Tensor | None = None,
+    seqused_k: Tensor,
+    page_table: Tensor | None = None,
     *,
     causal: bool = False,
     window: Sequence[int | None] | None = None,
@@ -205,13 +205,13 @@ def attention_cached(
 
     Args:
         q: (B, H, Sq, D).
-        k, v: (B, Hkv, capacity, D) and (.., Dv); with a block_table (pages, Hkv, page_size, D) and (.., Dv).
-        seqlens_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Or (B, 2): it
-            has the rows from seqlens_k[b, 0] to before seqlens_k[b, 1]. Read on the host.
-        block_table: (B, pages of an item) int32; item b's row j is in page block_table[b, j // page_size]. A page that
+        k, v: (B, Hkv, capacity, D) and (.., Dv); with a page_table (pages, Hkv, page_size, D) and (.., Dv).
+        seqused_k: (B,) int32; item b has that many rows, no fewer than 0 and no more than the capacity. Or (B, 2): it
+            has the rows from seqused_k[b, 0] to before seqused_k[b, 1]. Read on the host.
+        page_table: (B, pages of an item) int32; item b's row j is in page page_table[b, j // page_size]. A page that
             is not there is of zeros.
         k_scale, v_scale: (B, Hkv), of k and v of 8-bit floats, or None for 1.
-        The others are those of `attention`, with seqlens_k[b] for Sk.
+        The others are those of `attention`, with seqused_k[b] for Sk.
 
     Returns:
         O (B, H, Sq, Dv) in q's dtype; with return_lse also LSE (B, H, Sq).
@@ -225,8 +225,8 @@ def attention_cached(
     narrow = k.dtype in FLOAT8
     if narrow:
         q = q.to(accumulator(dtype))
-    for b, (first, length) in enumerate(spans_of(seqlens_k)):
-        rows = [t[b : b + 1] if block_table is None else _pages(t, block_table[b].long()) for t in (k, v)]
+    for b, (first, length) in enumerate(spans_of(seqused_k)):
+        rows = [t[b : b + 1] if page_table is None else _pages(t, page_table[b].long()) for t in (k, v)]
         if narrow:
             scales = (s if s is None else s[b : b + 1] for s in (k_scale, v_scale))
             rows = [dequantised(t, s, q.dtype) for t, s in zip(rows, scales, strict=True)]
@@ -250,9 +250,9 @@ def dequantised(t: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return t * scale[:, :, None, None]
 
 
-def spans_of(seqlens_k: Tensor) -> list[tuple[int, int]]:
+def spans_of(seqused_k: Tensor) -> list[tuple[int, int]]:
     """(first row, the one after the last) of each item, from 0 on."""
-    pairs = seqlens_k.tolist() if seqlens_k.dim() == 2 else [(0, n) for n in seqlens_k.tolist()]
+    pairs = seqused_k.tolist() if seqused_k.dim() == 2 else [(0, n) for n in seqused_k.tolist()]
     return [(min(max(first, 0), max(last, 0)), max(last, 0)) for first, last in pairs]
 
 

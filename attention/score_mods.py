@@ -5,7 +5,7 @@ traces it, see score_mod.py. These are frozen dataclasses, as the masks of mask_
 where they require one.
 
 Where lengths differ, rows are aligned to the end if `offset` is Sk - Sq: row q is then at position q + offset. Where
-each item or sequence has its own, it is an int32 tensor (B,): of a cache seqlens_k - Sq.
+each item or sequence has its own, it is an int32 tensor (B,): of a cache seqused_k - Sq.
 """
 
 from __future__ import annotations

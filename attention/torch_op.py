@@ -31,8 +31,8 @@ from .score_text import read_score
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqlens_k=None, "
-    "Tensor? block_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
+    "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
+    "Tensor? page_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, bool use_fast_accum=False, Tensor? sinks=None"
 )
 MASK = (
@@ -178,11 +178,11 @@ def names_of(schema: str) -> list[str]:
 def _attention_context(ctx, inputs, output) -> None:
     terms = list(_terms(inputs, 3))
     at = {name: i for i, name in enumerate(names_of(ATTENTION))}
-    cu_q, cu_k, seqlens_k, block_table, deterministic, sinks = (
+    cu_q, cu_k, seqused_k, page_table, deterministic, sinks = (
         terms[at[name]]
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "deterministic", "sinks")
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "deterministic", "sinks")
     )
-    if seqlens_k is not None or block_table is not None or narrow(*inputs[1:3]):
+    if seqused_k is not None or page_table is not None or narrow(*inputs[1:3]):
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (cu_q, cu_k, sinks), 3)
     ctx.terms = terms[: at["return_lse"]]
@@ -269,7 +269,7 @@ for _name, _inputs, *_rest, _gradient, _flops in OPS:
 
 
 def traced_attention(
-    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table,
+    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
     sinks, deterministic, q_scale, k_scale, v_scale, use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
@@ -280,7 +280,7 @@ def traced_attention(
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, deterministic, q_scale, k_scale, v_scale
+    terms += cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, deterministic, q_scale, k_scale, v_scale
     terms += use_fast_accum, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]

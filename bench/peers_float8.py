@@ -174,12 +174,12 @@ class CachedAttention(Attention):
         batch = self.q.shape[0]
         order = torch.randperm(pages, device=self.q.device).to(torch.int32).view(batch, -1)
         lengths = torch.full((batch,), order.shape[1] * rows, dtype=torch.int32, device=self.q.device)
-        return {"seqlens_k": lengths, "block_table": order}
+        return {"seqused_k": lengths, "page_table": order}
 
     def gathered(self, which: int) -> Tensor:
         """(B, keys, Hkv, D) of fp32, dequantised: K or V."""
         pages, scale = self.quantised[which]
-        rows = pages.view(torch.uint8)[self.tables["block_table"].long()].view(self.dtype)
+        rows = pages.view(torch.uint8)[self.tables["page_table"].long()].view(self.dtype)
         return (rows.float() * scale[:, None]).flatten(1, 2)
 
     def narrow_call(self) -> tuple[tuple, dict]:

@@ -94,7 +94,7 @@ def cache(
         for t in (k, v):
             t[b, :, : min(b * before, max(length, 0))] *= 1e3
     pairs = [(b * before, n) for b, n in enumerate(lengths)] if before else lengths
-    tables = {"seqlens_k": torch.tensor(pairs, dtype=torch.int32, device=device)}
+    tables = {"seqused_k": torch.tensor(pairs, dtype=torch.int32, device=device)}
     if page_size:
         each, spare = capacity // page_size, 3
         order = torch.randperm(B * each + spare)[: B * each]
@@ -103,7 +103,7 @@ def cache(
             first = -(-max(length, 0) // page_size)
             table[b, first::2], table[b, first + 1 :: 2] = -1, 2**30
         k, v = (paged(t, order, B * each + spare, page_size) for t in (k, v))
-        tables["block_table"] = table.to(device)
+        tables["page_table"] = table.to(device)
     return {"q": q.to(device), "k": k.to(device), "v": v.to(device), **tables}
 
 
@@ -118,7 +118,7 @@ def paged(t, order, pages, page_size):
 
 
 def pieces(
-    q, k, v, *, causal=False, window=None, block_mask=None, seqlens_k=None, block_table=None, cu_seqlens_q=None,
+    q, k, v, *, causal=False, window=None, block_mask=None, seqused_k=None, page_table=None, cu_seqlens_q=None,
     cu_seqlens_k=None,
 ):  # fmt: skip
     """(where in the result, q, k, v, what they see) of parts whose rows and columns are all there."""
@@ -133,12 +133,12 @@ def pieces(
         for a, b, c, d in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
             parts = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
             yield (slice(None), slice(None), slice(a, b)), *parts, band(b - a, d - c)
-    elif seqlens_k is not None:
-        for b, (first, length) in enumerate(spans_of(seqlens_k)):
+    elif seqused_k is not None:
+        for b, (first, length) in enumerate(spans_of(seqused_k)):
             one = slice(b, b + 1)
             kv = k[one], v[one]
-            if block_table is not None:
-                numbers = block_table[b, : -(-length // k.shape[2])].long()
+            if page_table is not None:
+                numbers = page_table[b, : -(-length // k.shape[2])].long()
                 kv = (t[numbers].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
             keys, values = (t[:, :, first:length] for t in kv)
             yield one, q[one], keys, values, band(q.shape[2], keys.shape[2])

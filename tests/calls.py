@@ -193,10 +193,10 @@ def attend(
         for t in args[1:]:
             for b, length in enumerate(lengths_k):
                 t[b, :, length:] = math.nan
-        terms["seqlens_k"] = torch.tensor(lengths_k, dtype=torch.int32, device=device)
+        terms["seqused_k"] = torch.tensor(lengths_k, dtype=torch.int32, device=device)
         if page:
             table, args[1:] = paged(args[1:], page, lengths_k)
-            terms["block_table"] = table.to(device)
+            terms["page_table"] = table.to(device)
     args = tuple(t.to(device) for t in args)
     q, k, v = args[:3]
 

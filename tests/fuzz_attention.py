@@ -231,7 +231,7 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
         table = order.view(B, case.capacity).to(torch.int32)
         for b, cols in enumerate(case.cols):
             table[b, -(-cols // size) :] = 2**30
-        more["block_table"] = zones.input(table, name="block_table")
+        more["page_table"] = zones.input(table, name="page_table")
     if f.op != "attention":
         # Lengths that cannot be count as the nearest one that can.
         lengths = [n - 1 if n == 0 and case.seed % 2 else n + case.seed % 3 * (n == length) for n in case.cols]
@@ -239,7 +239,7 @@ def batched(case: Case, zones: Zones, kind: dict) -> tuple:
             lengths = [(n * (b + case.seed % 5) // 7, n) for b, n in enumerate(lengths)]
             for b, (first, _) in enumerate(lengths):
                 seen[b, 0, :, : max(first, 0)] = False
-        more["seqlens_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqlens_k")
+        more["seqused_k"] = zones.input(torch.tensor(lengths, dtype=torch.int32, device=device), name="seqused_k")
     return given, (q, k, v), seen, more
 
 

@@ -226,7 +226,7 @@ def test_any_call(family):
 # Graphs, streams and threads
 
 LENGTHS_OF = {  # in turns
-    "seqlens_k": ([512, 1, 0, 200], [3, 300, 129, 128], [512] * 4),
+    "seqused_k": ([512, 1, 0, 200], [3, 300, 129, 128], [512] * 4),
     "cu_seqlens_q": ([0, 0, 1, 384], [0, 128, 256, 356], [0, 100, 300, 384]),
     "cu_seqlens_k": ([0, 500, 502, 512], [0, 1, 1, 301], [0, 150, 400, 512]),
 }

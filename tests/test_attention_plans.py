@@ -64,9 +64,9 @@ def forms() -> dict:
         "packed": named(q3, k3, k3.clone()) | cu,
         "packed out": named(q3, k3, k3, out3) | cu,
         "of as many": named(q3, q3, q3, out3) | dict.fromkeys(cu, cu["cu_seqlens_q"]),
-        "lengths": named(q, k, v, out) | {"seqlens_k": lengths},
-        "spans": named(q, k, v, out) | {"seqlens_k": torch.stack([lengths // 2, lengths], -1)},
-        "pages": named(q, pages, pages) | {"seqlens_k": lengths, "block_table": table},
+        "lengths": named(q, k, v, out) | {"seqused_k": lengths},
+        "spans": named(q, k, v, out) | {"seqused_k": torch.stack([lengths // 2, lengths], -1)},
+        "pages": named(q, pages, pages) | {"seqused_k": lengths, "page_table": table},
         "blocks": named(q, k, v, out) | {"block_mask": patterns.causal((24, 40))},
     }
 
@@ -138,10 +138,10 @@ def test_tensors_in_other_roles():
     q, k, v, out = operands(Sk=16)
     lengths, table = torch.tensor([7, 16], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
     attention(q, k, v, out=out)
-    refused(TypeError, "seqlens_k is torch.bfloat16", q, k, v, seqlens_k=out)
-    attention(q, k, v, seqlens_k=lengths)
-    refused(ValueError, "a block_table needs seqlens_k", q, k, v, block_table=table)
-    refused(ValueError, "seqlens_k has shape", q, k, v, seqlens_k=table)
+    refused(TypeError, "seqused_k is torch.bfloat16", q, k, v, seqused_k=out)
+    attention(q, k, v, seqused_k=lengths)
+    refused(ValueError, "a page_table needs seqused_k", q, k, v, page_table=table)
+    refused(ValueError, "seqused_k has shape", q, k, v, seqused_k=table)
     refused(TypeError, "out must be a torch.Tensor", q, k, v, out=1)
 
 

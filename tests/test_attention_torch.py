@@ -91,7 +91,7 @@ def test_opcheck_attention(device):
     q, k, v, *cu = packed([40, 110], [40, 110], device=device).values()
     torch.library.opcheck(OPS.attention.default, (q, k, v), {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]})
     lengths = torch.tensor([150, 7], dtype=torch.int32, device=device)
-    torch.library.opcheck(OPS.attention.default, call, {"seqlens_k": lengths, "return_lse": True})
+    torch.library.opcheck(OPS.attention.default, call, {"seqused_k": lengths, "return_lse": True})
     sinks = torch.randn(4, dtype=BF16, device=device, requires_grad=True)
     torch.library.opcheck(OPS.attention.default, call, {"return_lse": True, "sinks": sinks})
 
@@ -345,6 +345,6 @@ def test_masks_that_cannot_be_written():
 def test_gradients_are_refused_and_not_dropped():
     q, k, v = qkv(1, 64)
     lengths = torch.tensor([64, 5], dtype=torch.int32)
-    with pytest.raises(Exception, match="seqlens_k or block_table.*no gradients"):
-        compiled(lambda q, k, v: attention(q, k, v, seqlens_k=lengths), "eager")(q.requires_grad_(), k, v)
+    with pytest.raises(Exception, match="seqused_k or page_table.*no gradients"):
+        compiled(lambda q, k, v: attention(q, k, v, seqused_k=lengths), "eager")(q.requires_grad_(), k, v)
     assert q.grad is None

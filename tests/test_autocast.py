@@ -218,7 +218,7 @@ def test_what_is_not_cast():
         assert gemm(a, b, residual=exact, out_dtype=FP32).dtype == FP32
         assert gemm(a, b, accumulation_dtype=FP16).dtype == FP16
         # a cache of FP8 with a query that is cast
-        out = attention(q[:, :, :1], k8, v8, seqlens_k=torch.tensor([50, 7], dtype=torch.int32))
+        out = attention(q[:, :, :1], k8, v8, seqused_k=torch.tensor([50, 7], dtype=torch.int32))
         assert out.dtype == FP16
         with pytest.raises(TypeError, match="b is torch.float32 but a is torch.float64"):
             gemm(a.double(), b)

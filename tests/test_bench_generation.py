@@ -54,7 +54,7 @@ def test_a_row(monkeypatch):
     real = eager.attention
 
     def counted(q, k, v, **terms):
-        calls["lengths" if terms.get("seqlens_k") is not None else "none", q.shape[2]] += 1
+        calls["lengths" if terms.get("seqused_k") is not None else "none", q.shape[2]] += 1
         return real(q, k, v, **terms)
 
     monkeypatch.setattr(eager, "attention", counted)
@@ -67,8 +67,8 @@ def test_a_row(monkeypatch):
 
 
 def test_a_wrong_result_has_no_time(monkeypatch):
-    def shorter(*args, seqlens_k, **terms):
-        return real(*args, seqlens_k=seqlens_k - 8, **terms)
+    def shorter(*args, seqused_k, **terms):
+        return real(*args, seqused_k=seqused_k - 8, **terms)
 
     real = eager.attention
     monkeypatch.setattr(eager, "attention", shorter)

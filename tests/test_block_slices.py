@@ -232,16 +232,16 @@ def test_packed_sequences(place):
 
 
 def test_pages(place):
-    """What the error for a block_table advises, against attention with pages."""
+    """What the error for a page_table advises, against attention with pages."""
     q, page_table = qkv(3, 1, device=place)[0], torch.tensor([[4, 1, 0], [3, 5, 2]], dtype=torch.int32, device=place)
     k, v = (normal(6, 2, 64, 64, device=place).to(q.dtype) for _ in range(2))
     lengths = torch.tensor([150, 70], dtype=torch.int32, device=place)
     mask = BlockMask.from_mask_mod(lambda b, h, q, kv: kv <= q + lengths[b] - 3, (3, 192), batch=2, device=place)
     with pytest.raises(TypeError, match="gather the pages"):
-        block_sparse_attention(q, k, v, mask, seqlens_k=lengths, block_table=page_table)
+        block_sparse_attention(q, k, v, mask, seqused_k=lengths, page_table=page_table)
     gathered = (t.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3) for t in (k, v))
     out = block_sparse_attention(q, *gathered, mask)
-    expected = attention(q, k, v, seqlens_k=lengths, block_table=page_table, causal=True)
+    expected = attention(q, k, v, seqused_k=lengths, page_table=page_table, causal=True)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 

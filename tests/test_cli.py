@@ -112,7 +112,7 @@ def test_bundles_hold_what_usual_attention_asks_for(arch, dim):
     for batch, heads, rows in ((1, 1, 64), (1, 2, 500), (8, 16, 4096), (4, 8, 1)):
         q, k = (torch.empty(batch, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (rows, max(rows, 300)))
         lengths = torch.empty(batch, dtype=torch.int32, device="meta")
-        for causal, more in itertools.product((False, True), ({}, {"seqlens_k": lengths})):
+        for causal, more in itertools.product((False, True), ({}, {"seqused_k": lengths})):
             asked.add(explain(attention, q, k, k, causal=causal, arch=arch, **more).facts)
     assert len(asked) > 3
     assert not [families.family_of(facts).title(facts) for facts in asked - listed]

@@ -54,23 +54,23 @@ def test_calls(where, operands, terms, splits):
 
 def test_a_length_without_a_stride(where):
     call = cache([40], 64, H=2, device=where)
-    length = call["seqlens_k"][0].expand(1)
+    length = call["seqused_k"][0].expand(1)
     assert length.stride() == (0,)
-    assert torch.equal(attention(**call | {"seqlens_k": length}), attention(**call))
+    assert torch.equal(attention(**call | {"seqused_k": length}), attention(**call))
 
 
 def test_lengths_and_pages_that_are_not_there(where):
     call = cache([64, 64], 64, H=2, device=where)
     full = attention(**call)
     changed = [torch.tensor([n, 64], dtype=torch.int32, device=where) for n in (99, -5)]
-    assert torch.equal(attention(**call | {"seqlens_k": changed[0]}), full)
-    negative = attention(**call | {"seqlens_k": changed[1]})
+    assert torch.equal(attention(**call | {"seqused_k": changed[0]}), full)
+    negative = attention(**call | {"seqused_k": changed[1]})
     assert not negative[0].count_nonzero() and torch.equal(negative[1], full[1])
 
 
 def test_pages_that_are_not_there_are_of_zeros():
     call = cache([64, 64], 64, page_size=16)
-    call["block_table"][0] = 1000
+    call["page_table"][0] = 1000
     assert not attention(**call)[0].count_nonzero()
 
 
@@ -78,7 +78,7 @@ def test_first_rows_that_are_not_there(where):
     call = cache([64, 64, 64], 64, H=2, device=where)
     full = attention(**call)
     pairs = torch.tensor([[-7, 99], [64, 64], [80, -1]], dtype=torch.int32, device=where)
-    found = attention(**call | {"seqlens_k": pairs})
+    found = attention(**call | {"seqused_k": pairs})
     assert torch.equal(found[0], full[0]) and not found[1:].count_nonzero()
 
 
@@ -90,7 +90,7 @@ def test_nothing_cached(where):
 
 def test_few_queries_take_the_kernel_by_themselves(device, path):
     call = cache([3000, 3000], 3000, rows=2, H=8, D=128, device=device)
-    del call["seqlens_k"]
+    del call["seqused_k"]
     for splits in (None, 1, 7):
         assert "decoding" in str(check_split(splits, **call))
 

@@ -343,8 +343,8 @@ def test_caches(size, place):
     q, k, v = heads({**size, "D": 64, "Dv": 64}, place)
     lengths = torch.full((B,), min(Sk, 3), dtype=torch.int32, device=place)
     for found in (
-        attention(q, k, v, seqlens_k=lengths, return_lse=True),
-        attention(q, k, v, seqlens_k=torch.stack([lengths * 0, lengths], -1), return_lse=True),
+        attention(q, k, v, seqused_k=lengths, return_lse=True),
+        attention(q, k, v, seqused_k=torch.stack([lengths * 0, lengths], -1), return_lse=True),
     ):
         for mine, right in zip(found, softmax_of(q.double(), k[:, :, :3].double(), v[:, :, :3].double()), strict=True):
             near(mine, right)

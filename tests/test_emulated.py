@@ -86,7 +86,7 @@ def check(path: str, q, k, v, **terms) -> None:
     """One call of attention into poisoned memory against fp64."""
     out = poisoned(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     op = block_sparse_attention if "block_mask" in terms else attention
-    with on_emulator("sm_90", sms=3, path=path), decode.splits(3 if "seqlens_k" in terms else None):
+    with on_emulator("sm_90", sms=3, path=path), decode.splits(3 if "seqused_k" in terms else None):
         result, lse = op(q, k, v, out=out, return_lse=True, **terms)
     assert_right(result, lse, q, k, v, **terms)
 

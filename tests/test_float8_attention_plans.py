@@ -155,8 +155,8 @@ WRONG = [
     ({"v_scale": torch.ones(1, device="meta")}, ValueError, "v_scale is on meta"),
     ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64; of a q of 8 bits it is"),
     ({"out": torch.empty(2, 4, 200, 64, dtype=E4M3)}, TypeError, "out is torch.float8_e4m3fn; of a q of 8 bits it is"),
-    ({"seqlens_k": torch.ones(2, dtype=torch.int32)}, TypeError, "q is torch.float8_e4m3fn; with k and v of 8 bits"),
-    ({"q": BF16, "seqlens_k": torch.ones(2, dtype=torch.int32), "q_scale": SCALE}, TypeError, "has no q_scale"),
+    ({"seqused_k": torch.ones(2, dtype=torch.int32)}, TypeError, "q is torch.float8_e4m3fn; with k and v of 8 bits"),
+    ({"q": BF16, "seqused_k": torch.ones(2, dtype=torch.int32), "q_scale": SCALE}, TypeError, "has no q_scale"),
 ]
 
 

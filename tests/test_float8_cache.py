@@ -145,7 +145,7 @@ def check_every_value(where):
             v = bits.roll(turn, -1).view(dtype)
             k = torch.zeros(1, 1, 1, 256, device=where).to(dtype)
             with choose.splits(1):
-                out = attention(q, k, v, seqlens_k=torch.ones(1, dtype=torch.int32, device=where))
+                out = attention(q, k, v, seqused_k=torch.ones(1, dtype=torch.int32, device=where))
             torch.testing.assert_close(out, v.to(FP16), equal_nan=True, rtol=0, atol=0)
 
 
@@ -170,9 +170,9 @@ def test_views_of_one_cache(where):
     both = torch.randn(2, 300, 2, 2, 64 + 16, device=where).to(E4M3)
     k, v = (both[:, :, i, :, :64].transpose(1, 2) for i in range(2))
     q = torch.randn(2, 8, 1, 64, device=where).to(BF16)
-    plan = check(q, k, v, seqlens_k=torch.tensor([300, 41], dtype=torch.int32, device=where))
+    plan = check(q, k, v, seqused_k=torch.tensor([300, 41], dtype=torch.int32, device=where))
     assert plan.facts is None or not plan.views
-    check(q, torch.cat([k[..., :63], k[..., :1]], -1)[..., :64], v, seqlens_k=starts([41, 0], where)[1:])
+    check(q, torch.cat([k[..., :63], k[..., :1]], -1)[..., :64], v, seqused_k=starts([41, 0], where)[1:])
 
 
 def test_misaligned_caches_are_copied(where):
@@ -186,7 +186,7 @@ def test_misaligned_caches_are_copied(where):
 
 def test_score_mod():
     call = case(lengths=[70, 3, 256], capacity=256, rows=2)
-    mod = Alibi(torch.rand(8), call["seqlens_k"] - 2)
+    mod = Alibi(torch.rand(8), call["seqused_k"] - 2)
     expected = attention(**call, **CAUSAL, score_mod=mod)
     with on_emulator("sm_90", sms=3), poisoned_empty():
         found = attention(**call, **CAUSAL, score_mod=mod)
@@ -289,7 +289,7 @@ def test_what_no_kernel_reads():
     q, k, v = qkv(4096, 4096, 64)
     k8, v8 = k.to(E4M3), v.to(E4M3)
     with assume("sm_90", 132):
-        with pytest.raises(TypeError, match="4096 queries of 4 heads are not few; give seqlens_k"):
+        with pytest.raises(TypeError, match="4096 queries of 4 heads are not few; give seqused_k"):
             explain(attention, q, k8, v8)
         wide = torch.zeros(1, 1, 1, 512)
         with pytest.raises(TypeError, match="no kernel at head_dim 512"):
@@ -306,7 +306,7 @@ def test_what_no_kernel_reads():
 def test_gradients_raise():
     call = case(lengths=[9, 5], capacity=64)
     call["q"].requires_grad_()
-    for form in (call, {name: t for name, t in call.items() if name != "seqlens_k"}):
+    for form in (call, {name: t for name, t in call.items() if name != "seqused_k"}):
         with pytest.raises(RuntimeError, match="k and v of 8 bits, it computes no gradients"):
             attention(**form)
     with torch.no_grad():
@@ -346,8 +346,8 @@ def test_graphs():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attention(**call, out=out)
-    call["seqlens_k"].copy_(torch.tensor([3, 70, 200]))
-    call["block_table"].copy_(torch.arange(48).view(3, 16))
+    call["seqused_k"].copy_(torch.tensor([3, 70, 200]))
+    call["page_table"].copy_(torch.arange(48).view(3, 16))
     call["k"].copy_(torch.randn(call["k"].shape, device="cuda"))
     call["v"].copy_(torch.randn(call["v"].shape, device="cuda"))
     for name in ("k_scale", "v_scale"):

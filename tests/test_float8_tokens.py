@@ -355,7 +355,7 @@ def test_what_has_none():
         attention(**call, k_scale=torch.ones(2, 2, 1))
     q, k, v = qkv(Sq=1, Sk=200)
     with pytest.raises(ValueError, match=r"k_scale has shape .2, 2, 2.; .*caches have no scales of blocks of tokens"):
-        attention(q, *(t.to(E4M3) for t in (k, v)), seqlens_k=torch.ones(2, dtype=torch.int32), k_scale=ONES)
+        attention(q, *(t.to(E4M3) for t in (k, v)), seqused_k=torch.ones(2, dtype=torch.int32), k_scale=ONES)
     with pytest.raises(TypeError):
         scaled_dot_product_attention(q, k, v, k_scale=ONES)
 

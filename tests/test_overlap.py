@@ -110,7 +110,7 @@ def calls(device: str) -> dict:
         "sddmm": (sampled, {"crow": W.crow_indices, "col": W.col_indices} | dense, (4, *wide)),
         "attention": (attention, heads | {"sinks": sinks}, (1, 2, 128, 64)),
         "attention of a cache": (
-            attention, heads | {"seqlens_k": torch.tensor([100], dtype=torch.int32, **f)}, (1, 2, 128, 64)
+            attention, heads | {"seqused_k": torch.tensor([100], dtype=torch.int32, **f)}, (1, 2, 128, 64)
         ),
         "attention of packed sequences": (
             attention, sequences | {"cu_seqlens_q": packed, "cu_seqlens_k": packed.clone()}, (128, 2, 64)

@@ -118,7 +118,7 @@ class TestErrors:
         "more, kind, text",
         [
             ({"softcap": 1.0}, ValueError, "torch.tanh"),
-            ({"seqlens_k": SHORT, "score_mod": lambda s, b, h, q, kv: s + torch.ones(5)[kv]}, IndexError, "up to 7"),
+            ({"seqused_k": SHORT, "score_mod": lambda s, b, h, q, kv: s + torch.ones(5)[kv]}, IndexError, "up to 7"),
             ({"score_mod": 3}, TypeError, "a function of"),
             ({"score_mod": lambda s, b, h, q, kv: s > 0}, TypeError, "floating-point"),
             ({"score_mod": lambda s, b, h, q, kv: s + torch.ones(5)[q]}, IndexError, "goes up to 7"),
@@ -142,7 +142,7 @@ class TestErrors:
     def test_what_a_cache_and_packed_sequences_lack(self):
         t = torch.ones(2, requires_grad=True)
         with pytest.raises(RuntimeError, match="no gradients"):
-            attention(self.q, self.q, self.q, seqlens_k=SHORT, score_mod=lambda s, b, h, q, kv: s * t[h])
+            attention(self.q, self.q, self.q, seqused_k=SHORT, score_mod=lambda s, b, h, q, kv: s * t[h])
         call = packed([5, 3], [5, 3])
         with pytest.raises(IndexError, match="with b, which goes up to 1"):
             attention(**call, score_mod=lambda s, b, h, q, kv: s * torch.ones(1)[b])
@@ -276,7 +276,7 @@ def test_cached(name, machine):
     whole, lengths = "no lengths" in name, [0, 1, 130, 192]
     call = cache([192] * 4 if whole else lengths, 192, **operands, dtype=FP16, device=device)
     if whole:
-        del call["seqlens_k"]
+        del call["seqused_k"]
     make, tensors = MODS[mod]
     captured = [t.to(device) for t in tensors(4, operands["H"], operands["rows"], 192)]
     with context(), decode.splits(splits) if path else contextlib.nullcontext():
@@ -521,7 +521,7 @@ class TestReadyMade:
         want = nnf.scaled_dot_product_attention(q, k, v, -slopes.double().view(-1, 1, 1) * distance, enable_gqa=True)
         torch.testing.assert_close(attention(q, k, v, score_mod=score_mods.Alibi(slopes, 2)), want)
         lengths = torch.tensor([7], dtype=torch.int32)
-        out = attention(q, k, v, seqlens_k=lengths, score_mod=score_mods.Alibi(slopes, lengths - 5))
+        out = attention(q, k, v, seqused_k=lengths, score_mod=score_mods.Alibi(slopes, lengths - 5))
         torch.testing.assert_close(out, want)
 
     @pytest.mark.parametrize("bidirectional", [True, False])

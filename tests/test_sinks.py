@@ -137,7 +137,7 @@ def test_sinks_alone_want_a_gradient():
             assert found[-1].dtype is BF16
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
     with pytest.raises(RuntimeError, match="v or sinks requires one"):
-        attention(q, k, v, seqlens_k=torch.tensor([150, 7], dtype=torch.int32), sinks=sinks)
+        attention(q, k, v, seqused_k=torch.tensor([150, 7], dtype=torch.int32), sinks=sinks)
 
 
 @pytest.mark.parametrize("op", ["attention", "block_sparse_attention"])

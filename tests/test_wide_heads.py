@@ -51,7 +51,7 @@ def test_decoding(heads):
         k[b, :, n:] = v[b, :, n:] = float("nan")
     out = poisoned(*q.shape, dtype=q.dtype, device="cpu")
     with on_emulator("sm_90"), splits(2):
-        _, lse = attention(q, k, v, seqlens_k=lengths, return_lse=True, out=out)
+        _, lse = attention(q, k, v, seqused_k=lengths, return_lse=True, out=out)
     for b, n in enumerate(lengths):
         item = q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n]
         check(*item, torch.ones(1, n, dtype=torch.bool), out[b : b + 1], lse[b : b + 1])

@@ -1,4 +1,4 @@
-"""Checks of a cache's arguments, seqlens_k and block_table, before any launch."""
+"""Checks of a cache's arguments, seqused_k and page_table, before any launch."""
 
 import torch
 
@@ -10,31 +10,31 @@ from .. import checks
 LEAST_PAGE = 16  # rows
 
 
-def check_cache(op: str, q, k, v, seqlens_k, block_table, q_scale=None, k_scale=None, v_scale=None) -> None:
-    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a block_table, or 8 bits. A
+def check_cache(op: str, q, k, v, seqused_k, page_table, q_scale=None, k_scale=None, v_scale=None) -> None:
+    """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a page_table, or 8 bits. A
     q_scale is refused: q has 16 bits."""
     narrow = checks.narrow(k, v)
     if narrow or k_scale is not None or v_scale is not None:
         check_float8(op, q, k, v, k_scale, v_scale)
     if q_scale is not None:
         raise TypeError(
-            f"{op}: with seqlens_k or block_table q is of 16 bits and has no q_scale; multiply q or `scale` by it"
+            f"{op}: with seqused_k or page_table q is of 16 bits and has no q_scale; multiply q or `scale` by it"
         )
-    if block_table is None:
+    if page_table is None:
         checks.check_qkv(op, q, k, v, "" if narrow else "kv")
     else:
         parts = (t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v))
         checks.check_qkv(op, *parts, "" if narrow else "kv")
         if k.shape[0] != v.shape[0]:
-            raise ValueError(f"{op}: with a block_table k and v have {k.shape[0]} and {v.shape[0]} pages")
+            raise ValueError(f"{op}: with a page_table k and v have {k.shape[0]} and {v.shape[0]} pages")
         rows = k.shape[2]
         if rows < LEAST_PAGE or rows & (rows - 1):
             raise ValueError(f"{op}: pages of {rows} rows; a power of two from {LEAST_PAGE} on works")
         if k.shape[0] == 0:
             raise ValueError(f"{op}: k and v have no pages")
-        if seqlens_k is None:
-            raise ValueError(f"{op}: a block_table needs seqlens_k, how many rows of its pages each item has")
-    for name, tensor, dim in (("seqlens_k", seqlens_k, 1), ("block_table", block_table, 2)):
+        if seqused_k is None:
+            raise ValueError(f"{op}: a page_table needs seqused_k, how many rows of its pages each item has")
+    for name, tensor, dim in (("seqused_k", seqused_k, 1), ("page_table", page_table, 2)):
         if tensor is None:
             continue
         common.check_tensor(f"{op}: {name}", tensor)
@@ -80,9 +80,9 @@ def of_heads(scale: torch.Tensor | None, q, k) -> torch.Tensor | None:
     return None if scale is None else scale.expand(q.shape[0], k.shape[1])
 
 
-def capacity(k, block_table) -> int:
+def capacity(k, page_table) -> int:
     """Rows of K and V that an item can have."""
-    return k.shape[2] if block_table is None else block_table.shape[1] * k.shape[2]
+    return k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
 
 
 def unit_stride(tensor: torch.Tensor | None) -> torch.Tensor | None:

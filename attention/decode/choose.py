@@ -1,6 +1,6 @@
 """Which calls of attention() take the decoding kernels, and with how many splits.
 
-That is every call with seqlens_k or block_table, and those of few queries, whose time is that of reading K and V.
+That is every call with seqused_k or page_table, and those of few queries, whose time is that of reading K and V.
 """
 
 import contextlib
@@ -115,22 +115,22 @@ def refuse_narrow(q, k) -> bool:
     if k.dtype in NARROW:
         raise TypeError(
             f"attention: k and v are {k.dtype}, which the decoding kernel reads, and {q.shape[2]} queries of "
-            f"{q.shape[1]} heads are not few; give seqlens_k, which always takes that kernel and is slow for many "
+            f"{q.shape[1]} heads are not few; give seqused_k, which always takes that kernel and is slow for many "
             "queries, or dequantise k and v, k.to(q.dtype) * k_scale"
         )
     return False
 
 
 def use(
-    plan, facts: FlashFacts, q, k, seqlens_k, block_table, bounds: tuple, sms: int, k_scale=None, v_scale=None
+    plan, facts: FlashFacts, q, k, seqused_k, page_table, bounds: tuple, sms: int, k_scale=None, v_scale=None
 ) -> None:
     """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
-    cached = seqlens_k is not None
-    spans = cached and seqlens_k.dim() == 2
-    page_size = 0 if block_table is None else k.shape[2]
+    cached = seqused_k is not None
+    spans = cached and seqused_k.dim() == 2
+    page_size = 0 if page_table is None else k.shape[2]
     base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
     batch, heads, rows, _ = q.shape
-    columns, qhead_per_kvhead = capacity(k, block_table), heads // k.shape[1]
+    columns, qhead_per_kvhead = capacity(k, page_table), heads // k.shape[1]
     if spans:
         base["window"] = replace(facts.window, left=True)
         if bounds[0] is None:  # one that no row reaches
@@ -150,7 +150,7 @@ def use(
     count = forced_splits() or best_splits(items, -(-columns // facts.columns), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
-    plan.more = None, None, None  # seqlens_k, block_table, what a score_mod reads
+    plan.more = None, None, None  # seqused_k, page_table, what a score_mod reads
     if narrow:
         plan.more += None, None  # scales
     shape = (count, *plan.out_shape) if count > 1 else None

@@ -77,7 +77,7 @@ class MainloopFloat8:
     def fill(self, ring: Int32, warp: Int32, tile, tiles, from_k: tuple, from_v: tuple, end: Int32):
         """Copy the first tiles of this warp. Lines from `end` on, which the very first may have, become zeros.
 
-        from_k, from_v: (mX, block_table or None), as `copy` takes them.
+        from_k, from_v: (mX, page_table or None), as `copy` takes them.
         """
         for s in range_constexpr(self.stages):
             i, to = warp + s * self.warps, ring + s * (self.k.bytes + self.v.bytes)

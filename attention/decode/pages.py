@@ -1,4 +1,4 @@
-"""Where rows of K and V are in memory when they lie in pages: block_table (B, pages of an item) names the pages."""
+"""Where rows of K and V are in memory when they lie in pages: page_table (B, pages of an item) names the pages."""
 
 import cutlass
 import cutlass.cute as cute

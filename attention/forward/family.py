@@ -86,7 +86,7 @@ def float8_unsupported(facts: Float8Facts) -> str:
         return (
             f"q and k of {facts.dtype} are multiplied by sm_90's WGMMA alone, and not on {facts.spec.name}, path "
             f"{facts.path}; give q, k and v in bfloat16, t.to(torch.bfloat16) * scale, or for decoding q in bfloat16 "
-            "and k and v of 8 bits (seqlens_k), which all architectures read"
+            "and k and v of 8 bits (seqused_k), which all architectures read"
         )
     if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))

@@ -182,7 +182,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
         return _within(q, k, v, mask, blocks, options)
     short = not watched(q, k, v)  # what the decoding kernel computes
     if mask.begin is not None and short:
-        return attention(q, k, v, window=(mask.kind.left, 0), seqlens_k=mask.spans_k(q.shape[0]), **options)
+        return attention(q, k, v, window=(mask.kind.left, 0), seqused_k=mask.spans_k(q.shape[0]), **options)
     if not mask.is_band():
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
     left, right = mask.kind.left, mask.kind.right
@@ -193,10 +193,10 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     if isinstance(last, Tensor):
         if right != 0:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
-        return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
+        return attention(q, k, v, window=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
     if last < columns and right == 0:  # a static cache, not full yet
         if rows == 1 and short:  # the same kernel, and under torch.compile the same graph, at each step
-            return attention(q, k, v, window=(left, 0), seqlens_k=mask.seqlens_k(q.shape[0]), **options)
+            return attention(q, k, v, window=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
         k, v, columns = k[:, :, :last], v[:, :, :last], last
     if last != columns:
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)

@@ -136,7 +136,7 @@ class Mask(FlexBlockMask):
         """Whether the kind's bounds say all."""
         return self.kind is not None and self.kind.sequences is None and self.padding is None
 
-    def seqlens_k(self, batch: int) -> Tensor:
+    def seqused_k(self, batch: int) -> Tensor:
         """(batch,) int32: up to the last row's own column."""
 
         def make() -> Tensor:
@@ -145,12 +145,12 @@ class Mask(FlexBlockMask):
                 return last.to(device=self.device, dtype=torch.int32).expand(batch).contiguous()
             return torch.full((batch,), last, dtype=torch.int32, device=self.device)
 
-        return self._once(("seqlens_k", batch), make)
+        return self._once(("seqused_k", batch), make)
 
     def spans_k(self, batch: int) -> Tensor:
         """(batch, 2) int32: from each item's first token on."""
         begin = self.begin.expand(batch)
-        return self._once(("spans_k", batch), lambda: torch.stack([begin, self.seqlens_k(batch)], -1))
+        return self._once(("spans_k", batch), lambda: torch.stack([begin, self.seqused_k(batch)], -1))
 
     def block_mask(self) -> BlockMask:
         """All of it as a block mask of these lengths."""
