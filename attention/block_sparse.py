@@ -222,18 +222,18 @@ def launch_blocks(
 
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
+    deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_fast(OP, q, k, v, use_fast_accum)
     mask = as_block_mask(q, k, block_mask)
-    scales, out_dtype = (q_scale, k_scale, v_scale), None
-    if float8.serves(q, q_scale):
+    scales, out_dtype = (q_descale, k_descale, v_descale), None
+    if float8.serves(q, q_descale):
         float8.check(OP, q, k, v, scales)
         out_dtype = float8.out_dtype(OP, q, out)
     else:
-        if k_scale is not None or v_scale is not None:
-            checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_scale, v_scale)
+        if k_descale is not None or v_descale is not None:
+            checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_descale, v_descale)
         checks.check_qkv(OP, q, k, v)
     check_sinks(OP, sinks, q)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])

@@ -64,16 +64,16 @@ def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> N
         raise RuntimeError(NO_CACHE)
     if any([scale is not None for scale in scales]):
         raise TypeError(
-            f"{op}: q_scale, k_scale and v_scale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
-            "multiply by them first, as (k * k_scale).to(k.dtype)"
+            f"{op}: q_descale, k_descale and v_descale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
+            "multiply by them first, as (k * k_descale).to(k.dtype)"
         )
 
 
-def check_wide(op: str, form: str, k, v, k_scale=None, v_scale=None) -> None:
+def check_wide(op: str, form: str, k, v, k_descale=None, v_descale=None) -> None:
     """Of forms of calls that no kernel for 8-bit floats serves."""
-    if narrow(k, v) or k_scale is not None or v_scale is not None:
+    if narrow(k, v) or k_descale is not None or v_descale is not None:
         raise TypeError(
-            f"{op}: with {form} k and v are of q's dtype, without k_scale and v_scale; give q and k in "
+            f"{op}: with {form} k and v are of q's dtype, without k_descale and v_descale; give q and k in "
             "torch.float8_e4m3fn, too (sm_90), or dequantize k and v, as (k.float() * scale).to(q.dtype) with a scale "
             "that broadcasts over k; FP8 caches (seqused_k) go with a 16-bit q"
         )

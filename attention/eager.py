@@ -28,7 +28,7 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
+    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window) is list:
@@ -37,13 +37,17 @@ def attention(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqused_k, page_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
-        terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        terms |= {
+            "return_lse": return_lse,
+            "out": out,
+            "scales": _scales_of_packed(q, k, v, q_descale, k_descale, v_descale),
+        }
         terms["fast"] = use_fast_accum
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqused_k is None, page_table is None, None if score is None else score.mod, sinks is None,
-        q_scale is None, k_scale is None, v_scale is None, use_fast_accum,
+        q_descale is None, k_descale is None, v_descale is None, use_fast_accum,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqused_k is not None or page_table is not None:
@@ -53,18 +57,18 @@ def attention(
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
-    if q_scale is not None:
-        tensors += (q_scale,)
-    if k_scale is not None:
-        tensors += (k_scale,)
-    if v_scale is not None:
-        tensors += (v_scale,)
+    if q_descale is not None:
+        tensors += (q_descale,)
+    if k_descale is not None:
+        tensors += (k_descale,)
+    if v_descale is not None:
+        tensors += (v_descale,)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score, q_scale=q_scale,
-            k_scale=k_scale, v_scale=v_scale, use_fast_accum=use_fast_accum,
+            out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, use_fast_accum=use_fast_accum,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
@@ -72,19 +76,22 @@ def attention(
         if seqused_k is not None:
             terms |= {"seqused_k": seqused_k, "page_table": page_table}
         if float8.serves(q, None):
-            terms["scales"] = q_scale, k_scale, v_scale
+            terms["scales"] = q_descale, k_descale, v_descale
         elif checks.narrow(k, v):
-            terms |= {"k_scale": cache_checks.of_heads(k_scale, q, k), "v_scale": cache_checks.of_heads(v_scale, q, k)}
+            terms |= {
+                "k_descale": cache_checks.of_heads(k_descale, q, k),
+                "v_descale": cache_checks.of_heads(v_descale, q, k),
+            }
         if score is not None:
             terms["score_mod"] = score
         out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
     elif plan.facts.family == decode.FAMILY:
         more = seqused_k, page_table, None if score is None else score.reads
         if plan.facts.cache is not None:
-            more += cache_checks.of_heads(k_scale, q, k), cache_checks.of_heads(v_scale, q, k)
+            more += cache_checks.of_heads(k_descale, q, k), cache_checks.of_heads(v_descale, q, k)
         out, lse = launch(plan, q, k, v, out, more, sinks)
     elif plan.scale_shapes is not None:
-        scales = float8.as_planned(plan, (q_scale, k_scale, v_scale))
+        scales = float8.as_planned(plan, (q_descale, k_descale, v_descale))
         more = None, None, None, None if score is None else score.reads, *scales
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
@@ -94,12 +101,12 @@ def attention(
 
 def block_sparse_attention(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
+    deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
     score = None if score_mod is None else bound_to(score_mod, q)
-    scales = q_scale, k_scale, v_scale
+    scales = q_descale, k_descale, v_descale
     if planning.has_kernel(q):
         out, lse = launch_blocks(
             q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, use_fast_accum
@@ -123,7 +130,7 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_scale=None, k_scale=None, v_scale=None, use_fast_accum=False,
+    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_fast("attention", q, k, v, use_fast_accum)
@@ -132,17 +139,21 @@ def plan_attention(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqused_k, page_table)
         terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
-        terms |= {"return_lse": return_lse, "out": out, "scales": _scales_of_packed(q, k, v, q_scale, k_scale, v_scale)}
+        terms |= {
+            "return_lse": return_lse,
+            "out": out,
+            "scales": _scales_of_packed(q, k, v, q_descale, k_descale, v_descale),
+        }
         terms["fast"] = use_fast_accum
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
-    of_8_bits = seqused_k is None and page_table is None and float8.serves(q, q_scale)
-    scales, out_dtype = (q_scale, k_scale, v_scale), None
+    of_8_bits = seqused_k is None and page_table is None and float8.serves(q, q_descale)
+    scales, out_dtype = (q_descale, k_descale, v_descale), None
     if of_8_bits:
         float8.check("attention", q, k, v, scales)
         out_dtype = float8.out_dtype("attention", q, out)
     else:
-        cache_checks.check_cache("attention", q, k, v, seqused_k, page_table, q_scale, k_scale, v_scale)
+        cache_checks.check_cache("attention", q, k, v, seqused_k, page_table, q_descale, k_descale, v_descale)
     check_sinks("attention", sinks, q)
     columns = cache_checks.capacity(k, page_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
@@ -156,7 +167,7 @@ def plan_attention(
             sms = extents.sms
             if seqused_k is None and not decode.serves(q, k, sms):
                 return decode.refuse_narrow(q, k)
-            decode.use(plan, facts, q, k, seqused_k, page_table, bounds, sms, k_scale, v_scale)
+            decode.use(plan, facts, q, k, seqused_k, page_table, bounds, sms, k_descale, v_descale)
             return True
 
         if of_8_bits:
@@ -196,6 +207,6 @@ def _reference(q, k, v, scales: tuple | None = None, **terms):
     if not checks.narrow(k, v):
         return reference.attention(q, k, v, **terms, return_lse=True)
     wide = q.to(accumulator(q.dtype))
-    kv = (reference.dequantised(t, terms.pop(scale), wide.dtype) for t, scale in ((k, "k_scale"), (v, "v_scale")))
+    kv = (reference.dequantised(t, terms.pop(scale), wide.dtype) for t, scale in ((k, "k_descale"), (v, "v_descale")))
     out, lse = reference.attention(wide, *kv, **terms, return_lse=True)
     return out.to(q.dtype), lse

@@ -25,13 +25,13 @@ from .forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 from .plan import FlashPlan
 
 E4M3 = torch.float8_e4m3fn
-SCALES = ("q_scale", "k_scale", "v_scale")
+SCALES = ("q_descale", "k_descale", "v_descale")
 MOST_ITEMS = 65_535  # CUDA's limit of a grid's y and z
 
 
-def serves(q, q_scale) -> bool:
+def serves(q, q_descale) -> bool:
     """Whether a call is one of q of 8-bit floats, or would be one; False of what is no tensor."""
-    return getattr(q, "dtype", None) in FLOAT8 or q_scale is not None
+    return getattr(q, "dtype", None) in FLOAT8 or q_descale is not None
 
 
 def check_operands(op: str, q, k, v) -> None:
@@ -39,7 +39,7 @@ def check_operands(op: str, q, k, v) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     if q.dtype not in FLOAT8:
-        raise TypeError(f"{op}: q is {q.dtype} and has a q_scale; only a q of {E4M3} has one")
+        raise TypeError(f"{op}: q is {q.dtype} and has a q_descale; only a q of {E4M3} has one")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype != E4M3 and not (name == "v" and tensor.dtype in OPERANDS):
             others = ", ".join(str(t.dtype) for t in (q, k, v))

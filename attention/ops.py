@@ -45,9 +45,9 @@ def attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
@@ -84,9 +84,9 @@ def attention(
             with softcap, which it can write as c * torch.tanh(score / c). In packed sequences on a GPU, tensors indexed
             by q or kv past their end are read at their last element. Under torch.compile it is a function, a method of
             a module, a functools.partial or a dataclass; see function_text for what it may capture.
-        q_scale, k_scale, v_scale: float32 above 0 (not checked), of q, k and v of 8-bit floats: what their numbers are
-            multiplied by, None for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as FlashAttention 3's q_descale; B
-            is the number of packed sequences.
+        q_descale, k_descale, v_descale: float32 above 0 (not checked), dequantization scales of FP8 q, k and v, None
+            for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as in FlashAttention 3; B is the number of packed
+            sequences.
             q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks, not with
             seqused_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
@@ -126,8 +126,8 @@ def attention(
     terms = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "page_table": page_table,
-        "sinks": sinks, "deterministic": deterministic, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-        "use_fast_accum": use_fast_accum,
+        "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale, "k_descale": k_descale,
+        "v_descale": v_descale, "use_fast_accum": use_fast_accum,
     }  # fmt: skip
     if not is_compiling():
         try:
@@ -141,7 +141,7 @@ def attention(
 
 def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
     """attention outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
-    out, sinks, scales = terms["out"], terms["sinks"], (terms["q_scale"], terms["k_scale"], terms["v_scale"])
+    out, sinks, scales = terms["out"], terms["sinks"], (terms["q_descale"], terms["k_descale"], terms["v_descale"])
     differentiable = out is None and watched(q, k, v, sinks)
     if score_mod is not None or hidden() or _nested(q, k, v):
         caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"))
@@ -191,17 +191,17 @@ def block_sparse_attention(
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     use_fast_accum: bool = False,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
 
     Args:
-        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_scale, k_scale,
-            v_scale and use_fast_accum, of q and k of float8_e4m3fn.
+        q, k, v, softcap, scale, return_lse, out, sinks, deterministic, score_mod: see attention; and q_descale,
+            k_descale, v_descale and use_fast_accum, for q and k of float8_e4m3fn.
         block_mask: a BlockMask; FlexAttention's BlockMask; a BsrMatrix or torch.sparse_bsr tensor (Sq, Sk), of which
             the pattern counts and the values do not; or a bool tensor (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) of
             128 x 128 blocks (for others: BlockMask.from_blocks). A mask with 1 batch item or 1 head serves all.
@@ -243,7 +243,7 @@ def block_sparse_attention(
         checks.check_fast("block_sparse_attention", q, k, v, use_fast_accum)
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
     terms |= {"sinks": sinks, "deterministic": deterministic, "use_fast_accum": use_fast_accum}
-    terms |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    terms |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not is_compiling():
         try:
             return _block_sparse(q, k, v, block_mask, score_mod, terms)
@@ -257,7 +257,7 @@ def block_sparse_attention(
 def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
     """block_sparse_attention outside of a trace; see _attention."""
     op, out, sinks = "block_sparse_attention", terms["out"], terms["sinks"]
-    scales = terms["q_scale"], terms["k_scale"], terms["v_scale"]
+    scales = terms["q_descale"], terms["k_descale"], terms["v_descale"]
     differentiable = out is None and watched(q, k, v, sinks)
     # Asked before a function is traced, and before another form of mask is converted.
     ask = score_mod is not None or not isinstance(block_mask, BlockMask)

@@ -198,8 +198,8 @@ def attention_cached(
     return_lse: bool = False,
     sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to each item's own number of rows of K and V, which may lie in pages.
 
@@ -210,7 +210,7 @@ def attention_cached(
             has the rows from seqused_k[b, 0] to before seqused_k[b, 1]. Read on the host.
         page_table: (B, pages of an item) int32; item b's row j is in page page_table[b, j // page_size]. A page that
             is not there is of zeros.
-        k_scale, v_scale: (B, Hkv), of k and v of 8-bit floats, or None for 1.
+        k_descale, v_descale: (B, Hkv), of k and v of 8-bit floats, or None for 1.
         The others are those of `attention`, with seqused_k[b] for Sk.
 
     Returns:
@@ -228,7 +228,7 @@ def attention_cached(
     for b, (first, length) in enumerate(spans_of(seqused_k)):
         rows = [t[b : b + 1] if page_table is None else _pages(t, page_table[b].long()) for t in (k, v)]
         if narrow:
-            scales = (s if s is None else s[b : b + 1] for s in (k_scale, v_scale))
+            scales = (s if s is None else s[b : b + 1] for s in (k_descale, v_descale))
             rows = [dequantised(t, s, q.dtype) for t, s in zip(rows, scales, strict=True)]
         of_item = None if score is None else score.of_item(b, first)
         parts.append(attention(q[b : b + 1], *(t[:, :, first:length] for t in rows), **options, score_mod=of_item))

@@ -32,8 +32,8 @@ QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
     "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
-    "Tensor? page_table=None, bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, bool use_fast_accum=False, Tensor? sinks=None"
+    "Tensor? page_table=None, bool? deterministic=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, bool use_fast_accum=False, Tensor? sinks=None"
 )
 MASK = (
     "Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, Tensor[] mask_tensors"
@@ -43,7 +43,7 @@ SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
     'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
-    "bool? deterministic=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "bool? deterministic=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
     "bool use_fast_accum=False, Tensor? sinks=None"
 )
 
@@ -270,7 +270,7 @@ for _name, _inputs, *_rest, _gradient, _flops in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
-    sinks, deterministic, q_scale, k_scale, v_scale, use_fast_accum, score_mod=None,
+    sinks, deterministic, q_descale, k_descale, v_descale, use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("attention", q, k, v, sinks, out)
@@ -280,15 +280,15 @@ def traced_attention(
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse
-    terms += cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, deterministic, q_scale, k_scale, v_scale
+    terms += cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, deterministic, q_descale, k_descale, v_descale
     terms += use_fast_accum, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
     return result if return_lse else result[0]
 
 
 def traced_block_sparse(
-    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_scale, k_scale, v_scale,
-    use_fast_accum, score_mod=None,
+    q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_descale, k_descale,
+    v_descale, use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.block_sparse_attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("block_sparse_attention", q, k, v, sinks, out)
@@ -298,7 +298,7 @@ def traced_block_sparse(
     mask, form = crossing(block_mask)
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_scale, k_scale, v_scale
+    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_descale, k_descale, v_descale
     terms += use_fast_accum, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]

@@ -134,7 +134,7 @@ class CacheProblem(AttentionProblem):
 def cached(
     batch: int, keys: int, against: str, asked: float | None = None, page_size: int = PAGE, heads: tuple = CACHE_HEADS
 ) -> Case:
-    """attention(q, k, v, k_scale=, v_scale=) of one query a sequence to full caches.
+    """attention(q, k, v, k_descale=, v_descale=) of one query a sequence to full caches.
 
     against: WIDE_CACHE, our attention to the same in bfloat16; or COPY, by bytes of K and V over the time, where a copy
         reads and writes.

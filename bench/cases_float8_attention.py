@@ -90,8 +90,8 @@ def row(
         return own_call(x, op, q, k, v, *(mask(x) for mask in more), out=x.out().transpose(1, 2), **given)
 
     def ours() -> tuple:
-        (q, q_scale), (k, k_scale), (v, v_scale) = x.quantised
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "use_fast_accum": fast}
+        (q, q_descale), (k, k_descale), (v, v_descale) = x.quantised
+        scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "use_fast_accum": fast}
         if tile is None and inside is None:
             return call_of(q, k, v, **scales)
         within = partial(forced, tile, inside, PlanCache(operands=3))
@@ -194,8 +194,8 @@ def float8_attention_cases(mode: str) -> Iterator[Case]:
 def host_calls() -> dict[str, Callable]:
     """Of which the host's cost is measured: on a preallocated output, 64 rows."""
     wide = [randn(1, 64, 2, 64).transpose(1, 2) for _ in range(3)]
-    (q, q_scale), (k, k_scale), (v, v_scale) = (quantize(t, per="head") for t in wide)
-    terms = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": torch.empty_like(wide[0])}
+    (q, q_descale), (k, k_descale), (v, v_descale) = (quantize(t, per="head") for t in wide)
+    terms = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "out": torch.empty_like(wide[0])}
     return {
         "attention, e4m3fn": lambda: attention(q, k, v, **terms),
         "attention, bfloat16": lambda: attention(*wide, out=terms["out"]),

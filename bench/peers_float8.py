@@ -184,9 +184,9 @@ class CachedAttention(Attention):
 
     def narrow_call(self) -> tuple[tuple, dict]:
         """(q, k, v) and terms of attention to the 8-bit caches."""
-        (k, k_scale), (v, v_scale) = self.quantised
+        (k, k_descale), (v, v_descale) = self.quantised
         q, k, v = (t.transpose(1, 2) for t in (self.q, k, v))
-        return (q, k, v), self.tables | {"k_scale": k_scale, "v_scale": v_scale}
+        return (q, k, v), self.tables | {"k_descale": k_descale, "v_descale": v_descale}
 
     def wide_call(self) -> tuple[tuple, dict]:
         """The same of caches of q's dtype."""

@@ -22,10 +22,10 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
         x: (..., rows, columns) of a floating-point dtype, on any device.
         dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa instead of three).
         per: "tensor", one scale; "row", one for each row, as gemm's scale_a; "column", one for each column, as scale_b;
-            "head", one for each matrix of rows and columns, as attention's q_scale, k_scale and v_scale of (B, heads,
-            length, head_dim); "tokens", one for each 128 rows of such a matrix, as the same; "1x128", one for each row
-            and 128 columns, as scale_a; "128x128", one for each so many rows and columns, as scale_b: of an (N, K)
-            weight that is multiplied as values.mT with scale.mT.
+            "head", one for each matrix of rows and columns, as attention's q_descale, k_descale and v_descale of
+            (B, heads, length, head_dim); "tokens", one for each 128 rows of such a matrix, as the same; "1x128", one
+            for each row and 128 columns, as scale_a; "128x128", one for each so many rows and columns, as scale_b: of
+            an (N, K) weight that is multiplied as values.mT with scale.mT.
 
     Returns:
         values: of x's shape, in dtype, each rounded to nearest from x / scale; contiguous along the mode that x is.

@@ -147,7 +147,7 @@ def pieces(
         yield ..., q, k, v, seen if block_mask is None else seen & block_mask.to_dense(*q.shape[:2])
 
 
-def truth(q, k, v, *, softcap=None, scale=None, sinks=None, k_scale=None, v_scale=None, **terms):
+def truth(q, k, v, *, softcap=None, scale=None, sinks=None, k_descale=None, v_descale=None, **terms):
     """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|.
 
     k and v of 8 bits are taken as they are, times their scales.
@@ -162,7 +162,7 @@ def truth(q, k, v, *, softcap=None, scale=None, sinks=None, k_scale=None, v_scal
     for where, *parts, seen in pieces(q, k, v, **terms):
         wide = [t.double() for t in parts]
         if k.dtype in FLOAT8:
-            for i, factor in enumerate((k_scale, v_scale), 1):
+            for i, factor in enumerate((k_descale, v_descale), 1):
                 if factor is not None:
                     wide[i] *= factor.double().expand(q.shape[0], k.shape[1])[where][..., None, None]
             parts = [t.to(q.dtype) for t in wide]

@@ -116,7 +116,7 @@ class EmulatedFloat8:
     def __call__(self, q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more):
         facts, scales = self.facts, more[:3]
         insist_on_arguments(facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
-        assert [s is not None for s in scales] == [facts.q_scale, facts.k_scale, facts.v_scale]
+        assert [s is not None for s in scales] == [facts.q_descale, facts.k_descale, facts.v_descale]
         assert all(s is None or s.dim() == 2 + facts.tokens for s in scales)
         assert all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in (q, k, v, out))
         if facts.fast:
@@ -208,7 +208,7 @@ class EmulatedDecode(EmulatedFlash):
         scales = (None, None)
         if self.facts.cache:
             *scales, more = *more[:2], more[2:]
-            assert [s is not None for s in scales] == [self.facts.k_scale, self.facts.v_scale]
+            assert [s is not None for s in scales] == [self.facts.k_descale, self.facts.v_descale]
         facts, (*scalars, count) = self.facts, more[:5]
         assert len(more) == 5 + (facts.path == "sm_90") and all(x > 0 for x in more[4:])
         assert (seqlens is not None) == facts.seqlens and (table is not None) == (facts.page_size > 0)

@@ -30,7 +30,7 @@ from .attention_parts import BF16, FP16, FP32, qkv, truth
 from .reference import poisoned, poisoned_empty
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALES = ("q_scale", "k_scale", "v_scale")
+SCALES = ("q_descale", "k_descale", "v_descale")
 
 
 # Operands, and what they must give

@@ -250,7 +250,7 @@ def narrow(case: Case, k: Tensor, v: Tensor) -> tuple:
     stored = tuple(t.to(kind) for t in (k, v))
     scales = [2.0 ** torch.randint(-2, 3, shape, device=k.device).float() for _ in range(2)]
     wide = tuple(t.to(k.dtype) * s[..., None, None].to(k.dtype) for t, s in zip(stored, scales, strict=True))
-    return stored, wide, dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    return stored, wide, dict(zip(("k_descale", "v_descale"), scales, strict=True))
 
 
 def twice(place: Placement) -> Placement:

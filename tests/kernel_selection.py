@@ -54,7 +54,7 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
         (kind, "type", facts.dtype),
     }
     if isinstance(facts, Float8Facts):
-        found.add((kind, "scales", facts.q_scale, facts.v_scale, facts.out_dtype))
+        found.add((kind, "scales", facts.q_descale, facts.v_descale, facts.out_dtype))
         found.add((kind, "tokens", facts.tokens and (facts.fast, dims, facts.config.groups)))
         found.add((kind, "converts", facts.converts, facts.fast, dims, facts.config.groups, blocks is None))
     if isinstance(facts, DecodeFacts):
@@ -62,7 +62,7 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
             (kind, "cache", terms, facts.seqlens, facts.page_size, facts.split),
             (kind, "cap", dims, facts.softcap),
             (kind, "8 bits", facts.cache, dims),
-            (kind, "scales", facts.cache, facts.k_scale, facts.v_scale),
+            (kind, "scales", facts.cache, facts.k_descale, facts.v_descale),
         }
     return found
 

@@ -217,7 +217,7 @@ CASES = {
     ),
     "FP8 k and v with a block mask": Case(
         lambda d: block_sparse_attention(float8_kv(d)[0], float8_kv(d)[1][0], float8_kv(d)[2][0], whole_mask(d),
-                                         k_scale=float8_kv(d)[1][1], v_scale=float8_kv(d)[2][1]),
+                                         k_descale=float8_kv(d)[1][1], v_descale=float8_kv(d)[2][1]),
         r"dequantize k and v, as \(k.float\(\) \* scale\).to\(q.dtype\) with a scale that broadcasts over k",
         lambda d: block_sparse_attention(
             float8_kv(d)[0], *((t.float() * s).to(BF16) for t, s in float8_kv(d, "tensor")[1:3]), whole_mask(d)
@@ -225,8 +225,8 @@ CASES = {
         want=lambda d: float8_kv(d)[3], slack=0.1,
     ),
     "scales of 16-bit k with a gradient": Case(
-        lambda d: attention(qkv(d)[0].requires_grad_(), *qkv(d)[1:], k_scale=torch.full((1,), 2.0, device=d)),
-        r"multiply by them first, as \(k \* k_scale\).to\(k.dtype\)",
+        lambda d: attention(qkv(d)[0].requires_grad_(), *qkv(d)[1:], k_descale=torch.full((1,), 2.0, device=d)),
+        r"multiply by them first, as \(k \* k_descale\).to\(k.dtype\)",
         lambda d: attention(qkv(d)[0], (qkv(d)[1] * torch.full((1,), 2.0, device=d)).to(BF16), qkv(d)[2]),
         want=lambda d: dense_attention(qkv(d)[0], 2 * qkv(d)[1], qkv(d)[2]),
     ),

@@ -150,9 +150,9 @@ def test_scales_do_what_they_say(place):
     call = case(place, None, D=64)
     two, half = (torch.full((1,), x, device=place) for x in (2.0, 0.5))
     plain, lse = attention(**call, return_lse=True)
-    found, again = attention(**call, q_scale=two, k_scale=half, v_scale=two, return_lse=True)
+    found, again = attention(**call, q_descale=two, k_descale=half, v_descale=two, return_lse=True)
     assert torch.equal(found, plain * 2) and torch.equal(again, lse)
-    found, again = attention(**call, q_scale=two, scale=64**-0.5 / 2, return_lse=True)
+    found, again = attention(**call, q_descale=two, scale=64**-0.5 / 2, return_lse=True)
     assert torch.equal(found, plain) and torch.equal(again, lse)
 
 

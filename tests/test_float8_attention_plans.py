@@ -108,7 +108,7 @@ def test_a_plan_knows_how_scales_are_taken():
         for scales, shapes in (((), ()), ((1,), ((2, 4), (2, 2), (2, 2))), ((2,), ((2, 4), (2, 2), (2, 2)))):
             call = narrow(dict(zip("qkv", qkv(100, 200), strict=True)), scales)
             if scales == (2,):
-                call["q_scale"] = torch.rand(4)
+                call["q_descale"] = torch.rand(4)
             plan = eager.plan_attention(**call)
             assert plan.scale_shapes == shapes
             given = [call[name] for name in SCALES]
@@ -120,12 +120,12 @@ def test_a_plan_knows_how_scales_are_taken():
 def test_a_plan():
     q = torch.empty(2, 16, 8192, 128, dtype=E4M3, device="meta")
     scale = torch.empty(2, 16, device="meta")
-    plan = explain(attention, q, q, q, q_scale=scale, arch="sm_90")
-    assert plan.facts.q_scale and not plan.facts.k_scale and plan.facts.config.groups == 3
+    plan = explain(attention, q, q, q, q_descale=scale, arch="sm_90")
+    assert plan.facts.q_descale and not plan.facts.k_descale and plan.facts.config.groups == 3
     assert plan.out_dtype is BF16
     for inside, words in ((False, "by a kernel before it"), (True, "in the kernel, for each tile of queries; none")):
         with converting(inside):
-            plan = explain(attention, q, q, q, q_scale=scale, arch="sm_90")
+            plan = explain(attention, q, q, q, q_descale=scale, arch="sm_90")
         assert f"v is converted to float16 {words}" in str(plan)
         assert plan.facts.converts == inside == (plan.values is None)
     assert "v is transposed by a kernel before it" in str(explain(attention, q, q, q, arch="sm_90", **FAST))
@@ -146,17 +146,17 @@ WRONG = [
         TypeError,
         "q is torch.float8_e5m2; .* Decoding takes a BF16 q with FP8 caches",
     ),
-    ({"q": BF16, "k": BF16, "v": BF16, "q_scale": SCALE}, TypeError, "q is torch.bfloat16 and has a q_scale"),
-    ({"q_scale": 2.0}, TypeError, "q_scale must be a torch.Tensor"),
-    ({"k_scale": SCALE.double()}, TypeError, "k_scale is torch.float64; it must be torch.float32"),
-    ({"q_scale": torch.ones(3)}, ValueError, "q_scale has shape .3,.; it must be .1,., .4,. or .2, 4.,"),
-    ({"k_scale": torch.ones(2, 4)}, ValueError, "k_scale has shape .2, 4.; it must be .1,., .2,. or .2, 2."),
-    ({"v_scale": torch.ones(2, 2, 3)}, ValueError, "or .2, 2, 2. of blocks of 128 tokens"),
-    ({"v_scale": torch.ones(1, device="meta")}, ValueError, "v_scale is on meta"),
+    ({"q": BF16, "k": BF16, "v": BF16, "q_descale": SCALE}, TypeError, "q is torch.bfloat16 and has a q_descale"),
+    ({"q_descale": 2.0}, TypeError, "q_descale must be a torch.Tensor"),
+    ({"k_descale": SCALE.double()}, TypeError, "k_descale is torch.float64; it must be torch.float32"),
+    ({"q_descale": torch.ones(3)}, ValueError, "q_descale has shape .3,.; it must be .1,., .4,. or .2, 4.,"),
+    ({"k_descale": torch.ones(2, 4)}, ValueError, "k_descale has shape .2, 4.; it must be .1,., .2,. or .2, 2."),
+    ({"v_descale": torch.ones(2, 2, 3)}, ValueError, "or .2, 2, 2. of blocks of 128 tokens"),
+    ({"v_descale": torch.ones(1, device="meta")}, ValueError, "v_descale is on meta"),
     ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64; of a q of 8 bits it is"),
     ({"out": torch.empty(2, 4, 200, 64, dtype=E4M3)}, TypeError, "out is torch.float8_e4m3fn; of a q of 8 bits it is"),
     ({"seqused_k": torch.ones(2, dtype=torch.int32)}, TypeError, "q is torch.float8_e4m3fn; with k and v of 8 bits"),
-    ({"q": BF16, "seqused_k": torch.ones(2, dtype=torch.int32), "q_scale": SCALE}, TypeError, "has no q_scale"),
+    ({"q": BF16, "seqused_k": torch.ones(2, dtype=torch.int32), "q_descale": SCALE}, TypeError, "has no q_descale"),
 ]
 
 
@@ -215,7 +215,7 @@ def test_gradients_raise():
     with pytest.raises(RuntimeError, match="it computes no gradients"):
         block_sparse_attention(**call, block_mask=mask)
     scaled = case(scales=(1,))
-    scaled["v_scale"].requires_grad_()
+    scaled["v_descale"].requires_grad_()
     with pytest.raises(RuntimeError, match="does not compute gradients"):
         attention(**scaled)
     with torch.no_grad():

@@ -31,7 +31,7 @@ def narrow(call: dict, dtype=E4M3, shape: tuple | None = None) -> dict:
     call = call | {name: call[name].to(dtype) for name in "kv"}
     if shape is not None:
         shape = shape or (call["q"].shape[0], call["k"].shape[1])
-        for name in ("k_scale", "v_scale"):
+        for name in ("k_descale", "v_descale"):
             call[name] = (torch.rand(shape) * 2 + 0.25).to(call["q"].device)
     return call
 
@@ -89,7 +89,7 @@ def test_sinks(where, dtype, split):
 
 def test_one_scale_is_that_of_all(where):
     call = case(shape=None, device=where)
-    full = {name: torch.full((6, 2), value, device=where) for name, value in (("k_scale", 0.7), ("v_scale", 1.9))}
+    full = {name: torch.full((6, 2), value, device=where) for name, value in (("k_descale", 0.7), ("v_descale", 1.9))}
     expected = attention(**call, **full)
     for shape in ((), (1,), (2,), (1, 2), (6, 1)):
         assert torch.equal(attention(**call, **{name: s[0, 0].expand(shape) for name, s in full.items()}), expected)
@@ -102,10 +102,10 @@ def test_scales_do_what_they_say(where):
     call = case(shape=None, D=64, device=where)
     plain, lse = attention(**call, return_lse=True)
     two, half = (torch.full((1,), x, device=where) for x in (2.0, 0.5))
-    found, again = attention(**call | {"scale": 64**-0.5 / 2}, k_scale=two, v_scale=half, return_lse=True)
+    found, again = attention(**call | {"scale": 64**-0.5 / 2}, k_descale=two, v_descale=half, return_lse=True)
     torch.testing.assert_close(found, plain / 2, rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(again, lse, rtol=1e-5, atol=1e-5)
-    assert torch.equal(attention(**call, v_scale=two), plain * 2)
+    assert torch.equal(attention(**call, v_descale=two), plain * 2)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-5, 1e5, 1e30])
@@ -224,9 +224,9 @@ def test_a_plan(emulated):
     call = case(lengths=[9] * 8, capacity=16384, H=32, heads=8, page_size=64)
     plan = explain(attention, **call)
     facts, (*_, splits) = plan.facts, plan.scalars
-    assert (facts.cache, facts.k_scale, facts.v_scale, facts.path) == ("float8_e4m3fn", True, True, "sm_80")
+    assert (facts.cache, facts.k_descale, facts.v_descale, facts.path) == ("float8_e4m3fn", True, True, "sm_80")
     assert facts.split and splits == 4 and facts.early and facts.config.ctas == 2
-    assert not explain(attention, **narrow(call, shape=None) | {"k_scale": None, "v_scale": None}).facts.k_scale
+    assert not explain(attention, **narrow(call, shape=None) | {"k_descale": None, "v_descale": None}).facts.k_descale
 
 
 def test_scales_and_dtypes_have_plans_of_their_own(where):
@@ -234,7 +234,7 @@ def test_scales_and_dtypes_have_plans_of_their_own(where):
     base = case(shape=None, lengths=[100, 3], capacity=128, device=where)
     scale = torch.full((2,), 0.5, device=where)
     bits = {name: base[name].view(torch.uint8).bitwise_and(0xFB).view(E5M2) for name in "kv"}
-    calls = [base | more for more in ({}, {"k_scale": scale}, {"v_scale": scale}, {"k_scale": scale[:1]}, bits)]
+    calls = [base | more for more in ({}, {"k_descale": scale}, {"v_descale": scale}, {"k_descale": scale[:1]}, bits)]
     first = [attention(**call) for call in calls]
     for call, expected in zip(calls * 2, first * 2, strict=True):
         assert torch.equal(attention(**call), expected)
@@ -263,13 +263,13 @@ WRONG = [
     ({"v": BF16}, TypeError, "k is torch.float8_e4m3fn and v torch.bfloat16"),
     ({"k": BF16}, TypeError, "k is torch.bfloat16 and v torch.float8_e4m3fn"),
     ({"q": E4M3}, TypeError, "q is torch.float8_e4m3fn; with k and v of 8 bits it is torch.bfloat16"),
-    ({"k": BF16, "v": BF16, "k_scale": SCALE}, TypeError, "a cache with k_scale or v_scale"),
-    ({"k_scale": 2.0}, TypeError, "k_scale must be a torch.Tensor"),
-    ({"v_scale": SCALE.double()}, TypeError, "v_scale is torch.float64; it must be torch.float32"),
-    ({"k_scale": torch.ones(3)}, ValueError, "k_scale has shape .3,.; it must be .1,., .Hkv,. or .B, Hkv."),
-    ({"v_scale": torch.ones(2, 3)}, ValueError, "v_scale has shape .2, 3."),
-    ({"v_scale": torch.ones(1, 1, 1)}, ValueError, "v_scale has shape .1, 1, 1."),
-    ({"v_scale": torch.ones(1, device="meta")}, ValueError, "v_scale is on meta"),
+    ({"k": BF16, "v": BF16, "k_descale": SCALE}, TypeError, "a cache with k_descale or v_descale"),
+    ({"k_descale": 2.0}, TypeError, "k_descale must be a torch.Tensor"),
+    ({"v_descale": SCALE.double()}, TypeError, "v_descale is torch.float64; it must be torch.float32"),
+    ({"k_descale": torch.ones(3)}, ValueError, "k_descale has shape .3,.; it must be .1,., .Hkv,. or .B, Hkv."),
+    ({"v_descale": torch.ones(2, 3)}, ValueError, "v_descale has shape .2, 3."),
+    ({"v_descale": torch.ones(1, 1, 1)}, ValueError, "v_descale has shape .1, 1, 1."),
+    ({"v_descale": torch.ones(1, device="meta")}, ValueError, "v_descale is on meta"),
     ({"cu_seqlens_q": starts([1])}, ValueError, "two forms"),
 ]
 
@@ -350,7 +350,7 @@ def test_graphs():
     call["page_table"].copy_(torch.arange(48).view(3, 16))
     call["k"].copy_(torch.randn(call["k"].shape, device="cuda"))
     call["v"].copy_(torch.randn(call["v"].shape, device="cuda"))
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_descale", "v_descale"):
         call[name].mul_(0.7)
     graph.replay()
     assert torch.equal(out, attention(**call))

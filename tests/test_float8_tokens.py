@@ -76,7 +76,7 @@ def test_values_of_16_bits(place, dtype):  # noqa: F811
     """They have scales of tokens, too."""
     call = case(place, D=128, Sq=300, Sk=500) | CAUSAL
     plan = check(call | {"v": torch.randn(call["v"].shape, device=place).to(dtype)})
-    assert plan.facts is None or plan.facts.v_scale and plan.facts.values_dtype == str(dtype)[6:]
+    assert plan.facts is None or plan.facts.v_descale and plan.facts.values_dtype == str(dtype)[6:]
 
 
 @pytest.mark.parametrize("names", [SCALES[:1], SCALES[1:2], SCALES[2:], SCALES[1:]], ids=str)
@@ -148,7 +148,7 @@ def test_quantised(place, per):  # noqa: F811
 def test_nothing_to_see(place):  # noqa: F811
     call = case(place, D=64, Sk=0)
     out, lse = attention(**call, return_lse=True)
-    assert call["k_scale"].shape == (2, 2, 0) and not out.count_nonzero() and lse.isneginf().all()
+    assert call["k_descale"].shape == (2, 2, 0) and not out.count_nonzero() and lse.isneginf().all()
 
 
 # Kernels on the emulator: timing at random
@@ -244,7 +244,7 @@ def test_sums_that_are_too_large():
     call = case(D=D, Sq=64, Sk=8 * tile_n + 64, names=SCALES[1:], spread=0.1, **ONE) | CAUSAL | FAST
     q, k = call["q"].float() / 2, call["k"].float()
     k[..., 8 * tile_n, :] = -1.5 * D**0.5 * q[..., 0, :] / q[..., 0, :].square().sum(-1)  # a score of -1.5
-    call |= {"q": q.to(E4M3), "k": k.to(E4M3), "v_scale": call["v_scale"] * 2.0**-40}
+    call |= {"q": q.to(E4M3), "k": k.to(E4M3), "v_descale": call["v_descale"] * 2.0**-40}
     out = torch.empty(1, 1, 64, D)
     before = machine().emu_mmas()  # mma.sync; all others are wgmma
     with on_emulator("sm_90", sms=1, seed=2):
@@ -265,7 +265,7 @@ def test_rows_of_small_values_on_the_emulator(fast):
     v[:, :, :128] *= 1e-6
     k[:, :, 128:256], v[:, :, 128:256] = 0.0, 0.0
     call = quantised(q, k, v) | CAUSAL | fast
-    assert (call["v_scale"][0, 0, 1] == call["k_scale"][0, 0, 1]) and call["v_scale"].max() < 1
+    assert (call["v_descale"][0, 0, 1] == call["k_descale"][0, 0, 1]) and call["v_descale"].max() < 1
     exact = truth(**wide(call)).out
     with on_emulator("sm_90", sms=2):
         out = attention(**call, out=torch.empty(1, 1, 384, 64))
@@ -280,7 +280,11 @@ def test_scales_that_are_no_numbers_stay_with_their_rows(fast):
     call = case(D=64, Sq=256, Sk=256, B=1, H=2, heads=2) | CAUSAL | fast
     with on_emulator("sm_90", sms=2):
         expected = attention(**call)
-        for name, rows in (("q_scale", slice(128, 256)), ("k_scale", slice(128, 256)), ("v_scale", slice(128, 256))):
+        for name, rows in (
+            ("q_descale", slice(128, 256)),
+            ("k_descale", slice(128, 256)),
+            ("v_descale", slice(128, 256)),
+        ):
             scale = call[name].clone()
             scale[0, 1, 1] = float("nan")
             found = attention(**call | {name: scale})
@@ -295,12 +299,12 @@ def test_powers_of_two_on_the_emulator():
     call = case(names=(), D=64, Sq=70, Sk=300, **ONE)
     powers = torch.tensor([1.0, 0.5, 0.25]).view(1, 1, 3)
     moved = call["k"].float() / powers.repeat_interleave(SCALE_TOKENS, -1)[..., :300, None]
-    ones = {"v_scale": torch.ones(1, 1, 3)}
+    ones = {"v_descale": torch.ones(1, 1, 3)}
     with on_emulator("sm_90", sms=2):
         expected, lse = attention(**call, **ones, return_lse=True)
-        found, again = attention(**call | {"k": moved.to(E4M3)}, k_scale=powers, **ones, return_lse=True)
+        found, again = attention(**call | {"k": moved.to(E4M3)}, k_descale=powers, **ones, return_lse=True)
         assert torch.equal(found, expected) and torch.equal(again, lse)
-        found, again = attention(**call, v_scale=ones["v_scale"] * 4, return_lse=True)
+        found, again = attention(**call, v_descale=ones["v_descale"] * 4, return_lse=True)
     torch.testing.assert_close(found, expected * 4, rtol=2.0**-7, atol=1e-4)
     torch.testing.assert_close(again, lse, rtol=1e-6, atol=1e-6)
 
@@ -313,10 +317,10 @@ def test_tiles():
     q = torch.empty(2, 16, 8192, 128, dtype=E4M3, device="meta")
     scale = torch.empty(2, 16, 64, device="meta")
     for fast, columns in (({}, 80), (FAST, 96)):
-        heads = explain(attention, q, q, q, q_scale=scale[..., 0], arch="sm_90", **fast)
-        plan = explain(attention, q, q, q, q_scale=scale, v_scale=scale[0, :, 0], arch="sm_90", **fast)
+        heads = explain(attention, q, q, q, q_descale=scale[..., 0], arch="sm_90", **fast)
+        plan = explain(attention, q, q, q, q_descale=scale, v_descale=scale[0, :, 0], arch="sm_90", **fast)
         assert heads.facts.config.tile_n == columns and plan.facts.config.tile_n == 128
-        assert plan.facts.tokens and plan.facts.q_scale and plan.facts.v_scale and not plan.facts.k_scale
+        assert plan.facts.tokens and plan.facts.q_descale and plan.facts.v_descale and not plan.facts.k_descale
         assert "scales are of blocks of 128 tokens: tiles have 128 keys, which divide a block" in str(plan)
     found = list(of_tokens(arch_named("sm_90")))
     assert {(f.head_dim, f.fast) for f in found} >= set(itertools.product(choose.HEAD_DIMS, (False, True)))
@@ -329,11 +333,11 @@ def test_tiles():
 
 ONES = torch.ones(2, 2, 2)
 WRONG = [
-    ({"q_scale": torch.ones(2, 4, 3)}, r"q_scale has shape .2, 4, 3.; .* or .2, 4, 2. of blocks of 128 tokens"),
-    ({"q_scale": torch.ones(2, 4, 1)}, r"q_scale has shape .2, 4, 1.; .* or .2, 4, 2. of blocks of 128 tokens"),
-    ({"k_scale": torch.ones(2, 4, 3)}, r"k_scale has shape .2, 4, 3.; .* or .2, 2, 3. of blocks of 128 tokens"),
-    ({"v_scale": torch.ones(2, 2, 3, 1)}, r"v_scale has shape .2, 2, 3, 1.; it must be"),
-    ({"v_scale": torch.ones(3, 2, 3)}, r"v_scale has shape .3, 2, 3.; it must be"),
+    ({"q_descale": torch.ones(2, 4, 3)}, r"q_descale has shape .2, 4, 3.; .* or .2, 4, 2. of blocks of 128 tokens"),
+    ({"q_descale": torch.ones(2, 4, 1)}, r"q_descale has shape .2, 4, 1.; .* or .2, 4, 2. of blocks of 128 tokens"),
+    ({"k_descale": torch.ones(2, 4, 3)}, r"k_descale has shape .2, 4, 3.; .* or .2, 2, 3. of blocks of 128 tokens"),
+    ({"v_descale": torch.ones(2, 2, 3, 1)}, r"v_descale has shape .2, 2, 3, 1.; it must be"),
+    ({"v_descale": torch.ones(3, 2, 3)}, r"v_descale has shape .3, 2, 3.; it must be"),
 ]
 
 
@@ -352,12 +356,12 @@ def test_errors(change, words, on):
 def test_what_has_none():
     call = narrow(packed([70, 9], [33, 80], D=64), None)
     with pytest.raises(ValueError, match="a sequence being an item: packed sequences have no scales of blocks of tok"):
-        attention(**call, k_scale=torch.ones(2, 2, 1))
+        attention(**call, k_descale=torch.ones(2, 2, 1))
     q, k, v = qkv(Sq=1, Sk=200)
-    with pytest.raises(ValueError, match=r"k_scale has shape .2, 2, 2.; .*caches have no scales of blocks of tokens"):
-        attention(q, *(t.to(E4M3) for t in (k, v)), seqused_k=torch.ones(2, dtype=torch.int32), k_scale=ONES)
+    with pytest.raises(ValueError, match=r"k_descale has shape .2, 2, 2.; .*caches have no scales of blocks of tokens"):
+        attention(q, *(t.to(E4M3) for t in (k, v)), seqused_k=torch.ones(2, dtype=torch.int32), k_descale=ONES)
     with pytest.raises(TypeError):
-        scaled_dot_product_attention(q, k, v, k_scale=ONES)
+        scaled_dot_product_attention(q, k, v, k_descale=ONES)
 
 
 # Under torch.compile

@@ -40,7 +40,7 @@ SM_80_CASES = [
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
 # Of 8-bit caches: with everything, each head dimension; plain; and what else changes the kernel.
-SCALES = {"k_scale": True, "v_scale": True}
+SCALES = {"k_descale": True, "v_descale": True}
 E4M3, E5M2 = ({"cache": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2"))
 PAGED = {"seqlens": True, "page_size": 64, "split": True}
 E5M2_CASES = [

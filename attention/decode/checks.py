@@ -10,15 +10,15 @@ from .. import checks
 LEAST_PAGE = 16  # rows
 
 
-def check_cache(op: str, q, k, v, seqused_k, page_table, q_scale=None, k_scale=None, v_scale=None) -> None:
+def check_cache(op: str, q, k, v, seqused_k, page_table, q_descale=None, k_descale=None, v_descale=None) -> None:
     """q, k and v as checks.check_qkv, where k and v have a batch of pages if there is a page_table, or 8 bits. A
-    q_scale is refused: q has 16 bits."""
+    q_descale is refused: q has 16 bits."""
     narrow = checks.narrow(k, v)
-    if narrow or k_scale is not None or v_scale is not None:
-        check_float8(op, q, k, v, k_scale, v_scale)
-    if q_scale is not None:
+    if narrow or k_descale is not None or v_descale is not None:
+        check_float8(op, q, k, v, k_descale, v_descale)
+    if q_descale is not None:
         raise TypeError(
-            f"{op}: with seqused_k or page_table q is of 16 bits and has no q_scale; multiply q or `scale` by it"
+            f"{op}: with seqused_k or page_table q is of 16 bits and has no q_descale; multiply q or `scale` by it"
         )
     if page_table is None:
         checks.check_qkv(op, q, k, v, "" if narrow else "kv")
@@ -49,17 +49,19 @@ def check_cache(op: str, q, k, v, seqused_k, page_table, q_scale=None, k_scale=N
             raise ValueError(f"{op}: {name}, strides {tensor.stride()}, is not contiguous; call .contiguous()")
 
 
-def check_float8(op: str, q, k, v, k_scale, v_scale) -> None:
+def check_float8(op: str, q, k, v, k_descale, v_descale) -> None:
     """k and v of one 8-bit dtype, where q is wider, and scales of them."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     known = " and ".join(map(str, FLOAT8))
     if k.dtype not in FLOAT8 or v.dtype != k.dtype:
         given = f"k is {k.dtype} and v {v.dtype}"
-        raise TypeError(f"{op}: {given}; a cache with k_scale or v_scale, or of 8 bits, is of {known}, k and v alike")
+        raise TypeError(
+            f"{op}: {given}; a cache with k_descale or v_descale, or of 8 bits, is of {known}, k and v alike"
+        )
     if q.dtype in FLOAT8:
         raise TypeError(f"{op}: q is {q.dtype}; with k and v of 8 bits it is torch.bfloat16 or torch.float16")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is None:
             continue
         common.check_tensor(f"{op}: {name}", scale)

@@ -116,13 +116,13 @@ def refuse_narrow(q, k) -> bool:
         raise TypeError(
             f"attention: k and v are {k.dtype}, which the decoding kernel reads, and {q.shape[2]} queries of "
             f"{q.shape[1]} heads are not few; give seqused_k, which always takes that kernel and is slow for many "
-            "queries, or dequantise k and v, k.to(q.dtype) * k_scale"
+            "queries, or dequantise k and v, k.to(q.dtype) * k_descale"
         )
     return False
 
 
 def use(
-    plan, facts: FlashFacts, q, k, seqused_k, page_table, bounds: tuple, sms: int, k_scale=None, v_scale=None
+    plan, facts: FlashFacts, q, k, seqused_k, page_table, bounds: tuple, sms: int, k_descale=None, v_descale=None
 ) -> None:
     """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
     cached = seqused_k is not None
@@ -137,7 +137,7 @@ def use(
             scale, cap, _, right = plan.scalars
             plan.scalars = scale, cap, columns, right
     if narrow := NARROW.get(k.dtype):
-        base |= {"cache": narrow, "k_scale": k_scale is not None, "v_scale": v_scale is not None}
+        base |= {"cache": narrow, "k_descale": k_descale is not None, "v_descale": v_descale is not None}
     facts = DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size)
     if reason := families.unsupported(facts):
         raise TypeError(f"attention: {reason}")

@@ -63,7 +63,7 @@ class Decode(Family):
         if facts.cache:
             found["operands"] += f", cache {facts.cache.removeprefix('float8_')}"
         more = (
-            *(name for name in ("k_scale", "v_scale") if getattr(facts, name)),
+            *(name for name in ("k_descale", "v_descale") if getattr(facts, name)),
             f"pages {facts.page_size}" if facts.page_size else "",
             "spans" if facts.spans else "lengths" if facts.seqlens else "",
         )

@@ -87,7 +87,7 @@ def forward_args(facts: FlashFacts) -> tuple:
         blocks = (index, Int32(1), table, *function_args(facts.blocks.mask))
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if isinstance(facts, Float8Facts):
-        given = facts.q_scale, facts.k_scale, facts.v_scale
+        given = facts.q_descale, facts.k_descale, facts.v_descale
         common += tuple(fake_tensor("float32", 2 + facts.tokens, None, 1) if scale else None for scale in given)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), fake_stream()

@@ -142,7 +142,7 @@ def and_inside(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
 
 def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
     """One of the two kinds."""
-    scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
+    scaled = replace(plain, lse=True, q_descale=True, k_descale=True, v_descale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
         yield from plain_and_causal(facts)
@@ -150,7 +150,7 @@ def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
             yield pick(replace(facts, softcap=True, blocks=BlockKind(*blocksize, MASKS["tensors"])), EXTENTS)
         yield pick(replace(facts, blocks=BlockKind(128, 128, None)), EXTENTS)
     terms = replace(scaled, window=FEATURES[2][0], softcap=True, sinks="float32", out_dtype="float32")
-    for facts in (terms, replace(terms, packed=True), replace(scaled, packed=True), replace(plain, v_scale=True)):
+    for facts in (terms, replace(terms, packed=True), replace(scaled, packed=True), replace(plain, v_descale=True)):
         for config, _ in candidates_sm90(facts, replace(EXTENTS, left=facts.window.left or None)):
             yield replace(facts, config=config)
     yield pick(plain, EXTENTS)
@@ -172,12 +172,12 @@ def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast, tokens=True)
         yield from and_inside(with_tokens(plain))
-    yield pick(replace(plain, given_v="bfloat16", v_scale=True, lse=True), EXTENTS)
+    yield pick(replace(plain, given_v="bfloat16", v_descale=True, lse=True), EXTENTS)
 
 
 def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
     """One of the two kinds."""
-    scaled = replace(plain, lse=True, q_scale=True, k_scale=True, v_scale=True)
+    scaled = replace(plain, lse=True, q_descale=True, k_descale=True, v_descale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
         yield from plain_and_causal(facts)
@@ -189,7 +189,7 @@ def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
     for config, _ in candidates_sm90(terms, replace(EXTENTS, left=True)):
         yield replace(terms, config=config)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
-    for name in ("q_scale", "k_scale", "v_scale"):
+    for name in ("q_descale", "k_descale", "v_descale"):
         yield pick(replace(plain, **{name: True}), EXTENTS)
 
 

@@ -185,9 +185,9 @@ class Float8Facts(FlashFacts):
     given_v: str = "float8_e4m3fn"  # dtype of V before another kernel makes it what this one reads
     fast: bool = False
     out_dtype: str = "bfloat16"
-    q_scale: bool = False  # whether Q has scales
-    k_scale: bool = False
-    v_scale: bool = False
+    q_descale: bool = False  # whether Q has scales
+    k_descale: bool = False
+    v_descale: bool = False
     tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (mainloop_tokens)
     converts: bool = False  # whether this kernel itself makes V fp16 (values_inside), and none runs before it
 
@@ -240,8 +240,8 @@ class DecodeFacts(FlashFacts):
     page_size: int = 0  # rows of a page of K and V; 0 without pages
     split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
     cache: str | None = None  # dtype of K and V where they are of 8 bits; then each warp has tiles of its own
-    k_scale: bool = False  # whether such a K has scales, and V
-    v_scale: bool = False
+    k_descale: bool = False  # whether such a K has scales, and V
+    v_descale: bool = False
 
     @property
     def box(self) -> int:

@@ -146,7 +146,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if isinstance(facts, Float8Facts):
         more += [f"v {short(facts.given_v)}"] if facts.given_v != facts.dtype else []
-        more += [name for name in ("fast", "q_scale", "k_scale", "v_scale") if getattr(facts, name)]
+        more += [name for name in ("fast", "q_descale", "k_descale", "v_descale") if getattr(facts, name)]
         more += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
         more += ["v converted inside"] if facts.converts else []
     if facts.blocks:

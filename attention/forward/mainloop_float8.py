@@ -93,7 +93,7 @@ class MainloopFloat8(MainloopSm90):
 
     def value_scale(self, scales: tuple) -> cute.Tensor | None:
         """A register for V's scale."""
-        return cute.make_rmem_tensor(1, Float32) if self.facts.v_scale else None
+        return cute.make_rmem_tensor(1, Float32) if self.facts.v_descale else None
 
     def read_value_scale(self, scales: tuple, tile, to: cute.Tensor | None):
         """Fill it: at a query tile's end, so that no register holds it before."""
