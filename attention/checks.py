@@ -170,8 +170,8 @@ def refuse_options(op: str, options: dict) -> None:
             "; gather the pages with k.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3), v alike, which "
             "copies them, and let mask_mod see kv < seqused_k[b]; or call attention, which reads pages in place"
         )
-    elif name == "window":
-        advice = "; pass block_mask & patterns.sliding_window(lengths, window)"
+    elif name == "window_size":
+        advice = "; pass block_mask & patterns.sliding_window(lengths, window_size)"
     raise TypeError(f"{op}() has no argument {name!r}{advice}")
 
 

@@ -26,17 +26,17 @@ _PLANS = PlanCache(operands=3)
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
     score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
-    if type(window) is list:
-        window = tuple(window)
+    if type(window_size) is list:
+        window_size = tuple(window_size)
     score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqused_k, page_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score}
+        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score}
         terms |= {
             "return_lse": return_lse,
             "out": out,
@@ -45,7 +45,7 @@ def attention(
         terms["fast"] = use_fast_accum
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
-        causal, window, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
+        causal, window_size, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqused_k is None, page_table is None, None if score is None else score.mod, sinks is None,
         q_descale is None, k_descale is None, v_descale is None, use_fast_accum,
     )  # fmt: skip
@@ -66,13 +66,14 @@ def attention(
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         make = partial(
-            plan_attention, q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, return_lse=return_lse,
-            out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, use_fast_accum=use_fast_accum,
+            plan_attention, q, k, v, causal=causal, window_size=window_size, softcap=softcap, scale=scale,
+            return_lse=return_lse, out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks,
+            score_mod=score, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            use_fast_accum=use_fast_accum,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
         if seqused_k is not None:
             terms |= {"seqused_k": seqused_k, "page_table": page_table}
         if float8.serves(q, None):
@@ -128,7 +129,7 @@ def block_sparse_attention(
 
 
 def plan_attention(
-    q, k, v, *, causal=False, window=None, softcap=None, scale=None, return_lse=False, out=None,
+    q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
     score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
 ) -> FlashPlan:  # fmt: skip
@@ -138,7 +139,7 @@ def plan_attention(
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _check_one_form(seqused_k, page_table)
-        terms = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "score": score_mod}
+        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score_mod}
         terms |= {
             "return_lse": return_lse,
             "out": out,
@@ -158,7 +159,7 @@ def plan_attention(
     columns = cache_checks.capacity(k, page_table)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out, out_dtype)
-    bounds = window_bounds(window, causal)
+    bounds = window_bounds(window_size, causal)
     if score_mod is not None:
         checks.check_score("attention", score_mod, q.shape[:2], (q.shape[2], columns), softcap)
     if not plan.empty and planning.has_kernel(q):

@@ -96,7 +96,7 @@ def _wide(q) -> torch.dtype:
 
 
 def gradients_of(
-    q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window=None, softcap=None, scale=None,
+    q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window_size=None, softcap=None, scale=None,
     deterministic=None, sinks=None, score_mod=None, sums=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
@@ -110,10 +110,11 @@ def gradients_of(
         dout = torch.zeros_like(out)
     if not has_kernel(q):
         more = {"sinks": sinks} if score_mod is None else {"sinks": sinks, "score": score_mod, "sums": sums}
-        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale, **more)
+        more |= {"bounds": window_bounds(window_size, causal), "softcap": softcap, "scale": scale}
+        return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **more)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
-    terms = Terms(window_bounds(window, causal), softcap, scale, in_one_order(deterministic))
+    terms = Terms(window_bounds(window_size, causal), softcap, scale, in_one_order(deterministic))
     return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, sinks, score_mod, sums)
 
 
@@ -124,8 +125,7 @@ def in_one_order(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, causal, window, softcap, scale, **more) -> tuple:
-    terms = {"bounds": window_bounds(window, causal), "softcap": softcap, "scale": scale} | more
+def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **terms) -> tuple:
     tensors = q, k, v, out, lse, dout, dlse
     if cu_q is not None:
         found = reference.gradients_packed(*tensors, cu_q, cu_k, **terms)

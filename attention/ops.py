@@ -33,7 +33,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: Window = None,
+    window_size: Window = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -57,14 +57,14 @@ def attention(
         k, v: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); H is a multiple of Hkv, and head h of q uses head h // (H / Hkv).
             On a GPU D and Dv are 64, 96, 128, 192 or 256, or both are 512.
         causal: row i sees columns up to i + Sk - Sq, so the last row sees the last column, whatever the lengths.
-        window: (left, right): row i sees columns i + Sk - Sq - left to i + Sk - Sq + right, both included; None, or -1
-            as in FlashAttention, for no bound.
+        window_size: (left, right): row i sees columns i + Sk - Sq - left to i + Sk - Sq + right, both included; None,
+            or -1 as in FlashAttention, for no bound.
         softcap: c, for scores c * tanh(scale * score / c).
         scale: above 0; 1 / sqrt(D) by default.
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
         out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
         seqused_k: (B,) int32, for a cache that is not full: the rows of k and v that each item has, instead of all Sk,
-            also for causal and window. Rows after those may hold anything, even NaN. Or (B, 2), for padding on the
+            also for causal and window_size. Rows after those may hold anything, even NaN. Or (B, 2), for padding on the
             left: item b has rows seqused_k[b, 0] to before seqused_k[b, 1], and those before must be finite.
         page_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
@@ -124,10 +124,10 @@ def attention(
     if use_fast_accum is not False:
         checks.check_fast("attention", q, k, v, use_fast_accum)
     terms = {
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "page_table": page_table,
-        "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale, "k_descale": k_descale,
-        "v_descale": v_descale, "use_fast_accum": use_fast_accum,
+        "causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "return_lse": return_lse,
+        "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+        "page_table": page_table, "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale,
+        "k_descale": k_descale, "v_descale": v_descale, "use_fast_accum": use_fast_accum,
     }  # fmt: skip
     if not is_compiling():
         try:
@@ -155,7 +155,7 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     cache = terms["seqused_k"] is not None or terms["page_table"] is not None
     checks.check_differentiable("attention", k, v, scales, cache)
     options = _options(terms)
-    options["window"] = terms["window"]
+    options["window_size"] = terms["window_size"]
     packed = terms["cu_seqlens_q"], terms["cu_seqlens_k"]
     found = _with_gradient("attention", eager.attention, q, k, v, None, options, sinks, *packed)
     return found if terms["return_lse"] else found[0]
@@ -209,7 +209,7 @@ def block_sparse_attention(
             mask's function captures are read when the graph runs, so they must not be written to inside of it.
             Mask and scores have the same lengths; or the mask is as many rows as columns longer, and is cropped.
         causal: a row also sees no column after its own, as in attention.
-        others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqused_k, page_table and window raise
+        others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqused_k, page_table and window_size raise
             TypeError, with what serves instead: masks combine with &, see usage.md.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see

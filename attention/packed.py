@@ -24,7 +24,7 @@ _PLANS = PlanCache(operands=3)
 def attention_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *, return_lse, out, score=None, scales=None, fast=False, **terms
 ):
-    """See ops.attention; terms are causal, window, softcap and scale, `score` a score_mod.BoundScore.
+    """See ops.attention; terms are causal, window_size, softcap and scale, `score` a score_mod.BoundScore.
 
     scales: of q, k and v of 8 bits, or None for each; None of 16 bits.
     """
@@ -58,7 +58,7 @@ def attention_packed(
 
 
 def plan_packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window=None, softcap=None, scale=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks=None, *, causal=False, window_size=None, softcap=None, scale=None,
     return_lse=False, out=None, score=None, scales=None, fast=False,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
@@ -74,7 +74,7 @@ def plan_packed(
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
     plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out, out_dtype)
-    bounds = window_bounds(window, causal)
+    bounds = window_bounds(window_size, causal)
     if score is not None:
         checks.check_score(OP, score, (sequences, heads), (1, 1), softcap)
         score = score.kept_inside

@@ -33,7 +33,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: Sequence[int | None] | None = None,
+    window_size: Sequence[int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -48,7 +48,7 @@ def attention(
         k: (B, Hkv, Sk, D), with H a multiple of Hkv: heads h * H / Hkv and those after share k's head h.
         v: (B, Hkv, Sk, Dv).
         causal: row i sees columns up to i + Sk - Sq.
-        window: (left, right); row i sees columns from i + Sk - Sq - left to i + Sk - Sq + right, both included, as
+        window_size: (left, right); row i sees columns from i + Sk - Sq - left to i + Sk - Sq + right, both included, as
             FlashAttention's window_size; None, or -1, is without bound.
         softcap: c > 0; scores become c * tanh(score / c) before they are masked.
         scale: of q @ k^T; 1 / sqrt(D) where it is None.
@@ -66,7 +66,7 @@ def attention(
     """
     _check(q, k, v, 4, "(B, heads, S, D)", softcap, scale, block_mask)
     (batch, heads, sq, _), sk = q.shape, k.shape[2]
-    left, right = window_bounds(window, causal)
+    left, right = window_bounds(window_size, causal)
     if block_mask is not None:
         if block_mask.lengths != (sq, sk) or block_mask.device != q.device:
             got = f"{block_mask.lengths} on {block_mask.device}"
@@ -114,7 +114,7 @@ def gradients(
     Args:
         out, lse: what `attention` returned for q, k and v, with the same options.
         dout, dlse: the gradients of out and, where it has one, of lse.
-        bounds: mask_mods.window_bounds of window and causal.
+        bounds: mask_mods.window_bounds of window_size and causal.
         sinks: those of which a gradient is wanted.
         sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
     """
@@ -192,7 +192,7 @@ def attention_cached(
     page_table: Tensor | None = None,
     *,
     causal: bool = False,
-    window: Sequence[int | None] | None = None,
+    window_size: Sequence[int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -219,7 +219,7 @@ def attention_cached(
     Raises:
         TypeError, ValueError: as `attention` does.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
     options["return_lse"] = True
     parts, score, dtype = [], bound(score_mod, q.device), q.dtype
     narrow = k.dtype in FLOAT8
@@ -271,14 +271,14 @@ def attention_packed(
     cu_seqlens_k: Tensor | None = None,
     *,
     causal: bool = False,
-    window: Sequence[int | None] | None = None,
+    window_size: Sequence[int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several sequences, one after another; causal and window are aligned in each.
+    """Attention within each of several sequences, one after another; causal and window_size are aligned in each.
 
     Args:
         q: (total_q, H, D); k: (total_k, Hkv, D); v: (total_k, Hkv, Dv).
@@ -299,7 +299,7 @@ def attention_packed(
     if len(starts_q) != len(starts_k):
         got = f"{len(starts_q)} and {len(starts_k)} entries"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {got}")
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
+    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
     options["return_lse"] = True
     parts, score = [], bound(score_mod, q.device)
     # Of no sequence, which is valid, the one part that gives the results their shapes

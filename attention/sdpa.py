@@ -101,7 +101,7 @@ def _call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa) -> tuple[Calla
     if is_causal and cols >= rows:  # what comes after column `rows` is seen by none
         return attention, (q, k[:, :, :rows], v[:, :, :rows]), options | {"causal": True}, shape
     if is_causal:  # the window is aligned to the last row and column
-        options["window"] = (None, rows - cols)
+        options["window_size"] = (None, rows - cols)
     return attention, (q, k, v), options, shape
 
 

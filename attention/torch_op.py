@@ -50,7 +50,7 @@ BLOCK_SPARSE = (
 
 def _run_attention(q, k, v, *score, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
     terms |= _score_of(q, score)
-    result = eager.attention(q, k, v, window=_window(left, right), return_lse=return_lse, **terms)
+    result = eager.attention(q, k, v, window_size=_window(left, right), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
@@ -83,7 +83,7 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 def _run_attention_backward(
     dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks, **score
 ):
-    options = {"causal": causal, "window": _window(left, right), "softcap": softcap, "scale": scale}
+    options = {"causal": causal, "window_size": _window(left, right), "softcap": softcap, "scale": scale}
     options |= {"deterministic": deterministic, "sinks": sinks}
     return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score))
 
@@ -269,14 +269,14 @@ for _name, _inputs, *_rest, _gradient, _flops in OPS:
 
 
 def traced_attention(
-    q, k, v, *, causal, window, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
+    q, k, v, *, causal, window_size, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
     sinks, deterministic, q_descale, k_descale, v_descale, use_fast_accum, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("attention", q, k, v, sinks, out)
-    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
-        raise TypeError(f"window must be (left, right), each an int or None without bound, got {window!r}")
-    left, right = (None, None) if window is None else window
+    if window_size is not None and (not isinstance(window_size, (tuple, list)) or len(window_size) != 2):
+        raise TypeError(f"window_size must be (left, right), each an int or None without bound, got {window_size!r}")
+    left, right = (None, None) if window_size is None else window_size
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
     terms = causal, left, right, _float(softcap), _float(scale), with_lse

@@ -117,7 +117,7 @@ def ours_of(x: Attention, forced: str | None = None, mask: Callable | None = Non
         forced: "sm_80" to force that path.
         mask: makes the mask that block_sparse_attention takes; without it the op is attention.
     """
-    op, args, terms = attention, x.heads_first, {"causal": x.causal, "window": x.window}
+    op, args, terms = attention, x.heads_first, {"causal": x.causal, "window_size": x.window}
     if mask is not None:
         op, args, terms = block_sparse_attention, (*args, mask(x)), {}
     return own_call(x, op, *args, out=x.out().transpose(1, 2), forced=forced, **terms)

@@ -127,7 +127,7 @@ def ours_of(
     if x.blocks is not None:
         op, args = block_sparse_attention, (*args, BlockMask.from_blocks(x.blocks, x.block_size))
     else:
-        terms["window"] = x.window
+        terms["window_size"] = x.window
     if x.sinks is not None:
         terms["sinks"] = x.sinks
     if x.slopes is not None:

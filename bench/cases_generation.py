@@ -160,7 +160,7 @@ class Generation:
         if not has_kernel(q):
             return None
         lengths = torch.full((p.batch,), p.prompt, dtype=torch.int32, device=q.device)
-        return explain(attention, q, layer.keys, layer.values, window=(None, 0), seqused_k=lengths)
+        return explain(attention, q, layer.keys, layer.values, window_size=(None, 0), seqused_k=lengths)
 
 
 class Steps:

@@ -118,11 +118,11 @@ def paged(t, order, pages, page_size):
 
 
 def pieces(
-    q, k, v, *, causal=False, window=None, block_mask=None, seqused_k=None, page_table=None, cu_seqlens_q=None,
+    q, k, v, *, causal=False, window_size=None, block_mask=None, seqused_k=None, page_table=None, cu_seqlens_q=None,
     cu_seqlens_k=None,
 ):  # fmt: skip
     """(where in the result, q, k, v, what they see) of parts whose rows and columns are all there."""
-    left, right = (None if bound == -1 else bound for bound in window or (None, None))
+    left, right = (None if bound == -1 else bound for bound in window_size or (None, None))
     right = 0 if causal else right
 
     def band(rows, cols):

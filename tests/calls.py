@@ -162,8 +162,8 @@ def within_a_thousandth(out: Tensor, exact: Tensor, limit: float = 1e-3) -> None
 
 
 def attend(
-    form, batch, heads, kv_heads, rows, cols, head_dim, head_dim_v=None, *, causal=False, window=None, softcap=None,
-    lse=True, splits=0, page=0, block=None, dtype=BF16, device="cpu",
+    form, batch, heads, kv_heads, rows, cols, head_dim, head_dim_v=None, *, causal=False, window_size=None,
+    softcap=None, lse=True, splits=0, page=0, block=None, dtype=BF16, device="cpu",
 ) -> Call:  # fmt: skip
     """Attention over dense tensors, packed sequences, a cache (with pages if `page`) or blocks.
 
@@ -175,7 +175,7 @@ def attend(
     dims = head_dim, head_dim, head_dim_v or head_dim
     terms = {"causal": causal, "softcap": softcap, "return_lse": lse}
     band = partial(reference.band_mask, device=device)
-    bounds = window_bounds(window, causal)
+    bounds = window_bounds(window_size, causal)
     op, seen = attention, band(rows, cols, *bounds)
     if form == "packed":
         starts, args = packed(batch, heads_of, lengths, dims, dtype)
@@ -186,7 +186,7 @@ def attend(
         op, mask = block_sparse_attention, block_mask(batch, heads, (rows, cols), block, not causal)
         args = [*args, mask]
     else:
-        terms["window"] = window
+        terms["window_size"] = window_size
     lengths_k = item_lengths(batch, cols)
     table = None
     if form == "cache":

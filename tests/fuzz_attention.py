@@ -179,7 +179,7 @@ def run(case: Case, device: str = "cpu") -> None:
     zones, dtype = Zones(device), DTYPES[f.dtype]
     terms = {"causal": f.causal, "softcap": f.softcap, "return_lse": f.lse}
     if f.window:
-        terms["window"] = case.window
+        terms["window_size"] = case.window
     make = {"packed attention": packed, "block_sparse_attention": block_sparse}.get(f.op, batched)
     given, plain, seen, more = make(case, zones, {"dtype": dtype, "device": device})
     if f.sinks:

@@ -208,7 +208,7 @@ def of_attention(case: fuzz_attention.Case, draw: random.Random, device: str) ->
     given, _, seen, more = (fuzz_attention.packed if packed else fuzz_attention.batched)(case, zones, kind)
     names, tensors, options, captures = common(case, draw, zones, kind, given)
     if f.window:
-        options["window"] = case.window
+        options["window_size"] = case.window
 
     def positions(lengths, total):
         ends = [torch.arange(n) for n in (lengths if packed else [total])]

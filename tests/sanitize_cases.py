@@ -259,7 +259,7 @@ CASES = {  # a maker's arguments, or a function of the path
     "a pattern that changes": changed,
     "attention": partial(attend, "dense", 1, 2, 2, 300, 177, 128),
     "attention, causal, tiles drawn": partial(attend, "dense", 2, 68, 17, 65, 70, 64, causal=True),
-    "attention, a window": partial(attend, "dense", 1, 4, 1, 130, 200, 256, window=(70, 30), lse=False),
+    "attention, a window": partial(attend, "dense", 1, 4, 1, 130, 200, 256, window_size=(70, 30), lse=False),
     "attention, softcap": partial(attend, "dense", 1, 2, 1, 200, 130, 96, softcap=5.0, causal=True, dtype=FP16),
     "attention, scores that grow": outgrown,
     "attention, packed": partial(attend, "packed", 5, 4, 2, 150, 170, 128, causal=True),
@@ -275,7 +275,7 @@ CASES = {  # a maker's arguments, or a function of the path
     "decoding, K and V split": partial(attend, "dense", 2, 8, 2, 1, 333, 128, splits=3),
     "decoding, a cache": partial(attend, "cache", 3, 6, 2, 3, 200, 256, causal=True, splits=1, lse=False),
     "decoding, pages of 16, split": partial(attend, "cache", 4, 8, 2, 3, 208, 64, causal=True, splits=3, page=16),
-    "decoding, pages of 128": partial(attend, "cache", 3, 4, 2, 40, 256, 128, window=(70, 0), splits=2, page=128),
+    "decoding, pages of 128": partial(attend, "cache", 3, 4, 2, 40, 256, 128, window_size=(70, 0), splits=2, page=128),
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),

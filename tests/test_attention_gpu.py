@@ -32,7 +32,7 @@ from .attention_parts import (  # noqa: F401 (fixtures are used by name)
 from .mask_parts import random_mask
 from .reference import normal, poisoned, poisoned_empty
 
-BANDS = [{}, CAUSAL, {"window": (70, 30)}, {"window": (100, None)}]  # each is another kernel
+BANDS = [{}, CAUSAL, {"window_size": (70, 30)}, {"window_size": (100, None)}]  # each is another kernel
 LENGTHS = [  # FlashAttention's
     (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024),
     (1023, 1024), (1024, 1023), (2048, 2048), (1, 147), (239, 1), (500, 100),
@@ -49,8 +49,8 @@ CALLS = [
     ({"D": 128, "dtype": torch.float16}, {}, [(200, 333), (333, 100)]),
     ({"dtype": torch.float16}, CAUSAL, [(200, 333), (333, 100)]),
     ({}, {"softcap": 1.5}, [(200, 333), (333, 129)]),
-    ({}, {"softcap": 50.0, "scale": 0.3, "window": (70, 30)}, [(200, 333), (333, 129)]),
-    *(({}, {"window": window}, [(129, 300), (300, 129), (256, 256)]) for window in WINDOWS),
+    ({}, {"softcap": 50.0, "scale": 0.3, "window_size": (70, 30)}, [(200, 333), (333, 129)]),
+    *(({}, {"window_size": window}, [(129, 300), (300, 129), (256, 256)]) for window in WINDOWS),
     *(({"B": B, "H": H, "heads": heads}, {}, [(70, 130)]) for B, H, heads in SHARED),
 ]
 
@@ -83,12 +83,13 @@ def test_windows_without_bounds(where):
         pairs = zip(*(attention(*call, return_lse=True, **terms) for terms in (first, second)), strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
 
-    assert same({"window": (-1, 30)}, {"window": (None, 30)}) and same({"window": (70, -1)}, {"window": (70, None)})
-    assert same({"window": (70, 9), "causal": True}, {"window": (70, 0)})
-    assert same({"window": [70, 30]}, {"window": (70, 30)}) and same({"window": (-1, -1)}, {})
+    assert same({"window_size": (-1, 30)}, {"window_size": (None, 30)})
+    assert same({"window_size": (70, -1)}, {"window_size": (70, None)})
+    assert same({"window_size": (70, 9), "causal": True}, {"window_size": (70, 0)})
+    assert same({"window_size": [70, 30]}, {"window_size": (70, 30)}) and same({"window_size": (-1, -1)}, {})
     for far in (332, 333, 2**29, 2**30 - 1, 2**30, 2**40):
-        check(*call, window=(far, 30))
-        check(*call, window=(70, far))
+        check(*call, window_size=(far, 30))
+        check(*call, window_size=(70, far))
 
 
 def test_no_columns_and_no_rows(where):
@@ -187,7 +188,14 @@ def test_nan_stays_in_its_head(where):
 def test_known_plans_are_not_confused(device):
     """Calls on the same tensors that differ in one argument, each of them after all others; then new tensors."""
     call = qkv(100, 130, device=device)
-    variants = [{}, CAUSAL, {"window": (30, 10)}, {"window": (31, 10)}, {"window": (30, 11)}, {"scale": 0.2}]
+    variants = [
+        {},
+        CAUSAL,
+        {"window_size": (30, 10)},
+        {"window_size": (31, 10)},
+        {"window_size": (30, 11)},
+        {"scale": 0.2},
+    ]
     for _ in range(2):
         for terms in variants:
             check(*call, **terms)

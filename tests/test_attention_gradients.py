@@ -57,8 +57,11 @@ CASES = {
     "tails": lambda d: (*qkv(130, 150, 128, B=2, H=2, heads=1, device=d), {}),
     "causal, more columns": lambda d: (*qkv(100, 300, 128, B=1, device=d), {"causal": True}),
     "causal, more rows": lambda d: (*qkv(300, 100, 64, B=1, device=d), {"causal": True}),
-    "window": lambda d: (*qkv(300, 310, 64, B=1, device=d), {"window": (40, 20)}),
-    "left bound, cap": lambda d: (*qkv(300, 310, 128, B=1, H=2, device=d), {"window": (100, None), "softcap": 2.0}),
+    "window": lambda d: (*qkv(300, 310, 64, B=1, device=d), {"window_size": (40, 20)}),
+    "left bound, cap": lambda d: (
+        *qkv(300, 310, 128, B=1, H=2, device=d),
+        {"window_size": (100, None), "softcap": 2.0},
+    ),
     "fp16": lambda d: (*qkv(130, 200, 64, B=1, H=2, dtype=FP16, device=d), {"causal": True, "scale": 0.3}),
     "96": lambda d: (*qkv(200, 300, 96, B=1, H=2, device=d), {"softcap": 2.0}),
     "64 and 128": lambda d: (*qkv(200, 200, 64, 128, B=1, H=2, heads=1, device=d), {"causal": True}),
@@ -84,7 +87,7 @@ CASES = {
     "sinks": lambda d: (*qkv(300, 100, 64, B=2, device=d), {"causal": True, "sinks": sinks(d)}),
     "sinks, left bound, cap": lambda d: (
         *qkv(300, 310, 128, B=1, H=2, device=d),
-        {"window": (100, None), "softcap": 2.0, "sinks": sinks(d, 2)},
+        {"window_size": (100, None), "softcap": 2.0, "sinks": sinks(d, 2)},
     ),
     "sinks, blocks": lambda d: (
         *qkv(300, 300, 64, B=2, H=2, device=d),
@@ -95,7 +98,7 @@ CASES = {
 PACKED = {
     "packed": ((60, 70, 0, 130), (100, 70, 5, 130), 128, {}),
     "packed, causal": ((60, 70, 1, 130), (60, 70, 0, 130), 64, {"causal": True}),
-    "packed, window": ((60, 170, 130), (60, 270, 3), 96, {"window": (30, 10), "softcap": 2.0}),
+    "packed, window": ((60, 170, 130), (60, 270, 3), 96, {"window_size": (30, 10), "softcap": 2.0}),
     "packed, sinks": ((60, 70, 1, 130), (60, 70, 0, 130), 64, {"causal": True}),
     "packed, 192": ((60, 0, 100), (60, 5, 130), 192, {"causal": True}),
 }
@@ -228,7 +231,7 @@ def check_case(name, device, computed, of_lse=False):
     with computed(), poisoned_empty():
         got = torch.autograd.grad(outputs, inputs, given)
     terms = {key: options[key] for key in ("softcap", "scale", "sinks") if key in options}
-    seen = band(q.shape[2], k.shape[2], options.get("window"), options.get("causal", False))
+    seen = band(q.shape[2], k.shape[2], options.get("window_size"), options.get("causal", False))
     if mask is not None:
         seen = seen & mask.to_dense(*q.shape[:2]).cpu()
     check(got, q, k, v, seen[None, None] if seen.dim() == 2 else seen, dout, dlse, **terms)
@@ -342,7 +345,7 @@ def check_packed(name, device, computed):
             continue
         parts = [t.detach()[s].transpose(0, 1)[None] for t, s in ((q, slice(a, b)), (k, slice(c, d)), (v, slice(c, d)))]
         mine = [g[s].transpose(0, 1)[None] for g, s in zip(got, (slice(a, b), slice(c, d), slice(c, d)), strict=True)]
-        seen = band(b - a, d - c, options.get("window"), options.get("causal", False))[None, None]
+        seen = band(b - a, d - c, options.get("window_size"), options.get("causal", False))[None, None]
         of_part = seen, dout[a:b].transpose(0, 1)[None], None
         check(mine, *parts, *of_part, **terms)
         if given:
@@ -353,7 +356,7 @@ def check_packed(name, device, computed):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window": (3, 2), "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str
+    "options", [{}, {"causal": True}, {"window_size": (3, 2), "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str
 )
 def test_the_references_gradients_are_the_functions(options):
     q, k, v = (t.requires_grad_() for t in qkv(9, 13, 8, 6, dtype=FP64))
@@ -447,7 +450,7 @@ def test_the_gradient_of_q_has_one_order_on_request(path):
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     narrow = {"block_mask": blocks((64, 64), (300, 500), heads=2)}
-    dense = ((attention, 64, {"window": (150, 20)}), (attention, 128, {"causal": True}))
+    dense = ((attention, 64, {"window_size": (150, 20)}), (attention, 128, {"causal": True}))
     for call, dim, terms in (*dense, (block_sparse_attention, 128, narrow)):
         q, k, v = (t.requires_grad_() for t in qkv(300, 500, dim, B=1, H=2, heads=1))
         out = call(q, k, v, **terms, deterministic=True)
@@ -473,7 +476,7 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
     for sq, sk, dim, terms in (
         (200, 420, 64, {"causal": True}),
         (600, 450, 128, {"causal": True}),
-        (500, 500, 128, {"window": (200, 70)}),
+        (500, 500, 128, {"window_size": (200, 70)}),
     ):
         q, k, v = (t.requires_grad_() for t in qkv(sq, sk, dim, B=1, H=6, heads=3))
         out = attention(q, k, v, **terms, deterministic=True)
@@ -482,7 +485,7 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
             with on_emulator("sm_90", sms=3, path=path, seed=chance), poisoned_empty():
                 found.append(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
         assert all(map(torch.equal, *found))
-        seen = band(sq, sk, terms.get("window"), terms.get("causal", False))
+        seen = band(sq, sk, terms.get("window_size"), terms.get("causal", False))
         check(found[0], *(t.detach() for t in (q, k, v)), seen[None, None], dout, None)
     emulated.cache_clear()
 

@@ -59,7 +59,7 @@ def forms() -> dict:
     pages = normal(4, 2, 16, 64)
     return {
         "allocated": named(q, k, v) | {"causal": True},
-        "out": named(q, k, v, out) | {"window": [3, 3]},
+        "out": named(q, k, v, out) | {"window_size": [3, 3]},
         "k twice": named(q, k, k, out) | {"return_lse": True},
         "packed": named(q3, k3, k3.clone()) | cu,
         "packed out": named(q3, k3, k3, out3) | cu,
@@ -84,7 +84,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
         without_kernels(monkeypatch)
     first = run(**call)
     monkeypatch.setattr(PlanCache, "checked", None)
-    second = run(**call | ({"window": (3, 3)} if form == "out" else {}))
+    second = run(**call | ({"window_size": (3, 3)} if form == "out" else {}))
     assert all(torch.equal(a, b) for a, b in zip(*((t if type(t) is tuple else (t,)) for t in (first, second))))
 
 

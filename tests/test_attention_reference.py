@@ -57,7 +57,7 @@ def test_as_the_formula(sq, sk, causal, window, softcap, scale, kv_heads, chunk)
     scores, before = {"softcap": softcap, "scale": scale}, reference.CHUNK
     try:
         reference.CHUNK = chunk
-        out, lse = attention(*call, causal=causal, window=window, return_lse=True, **scores)
+        out, lse = attention(*call, causal=causal, window_size=window, return_lse=True, **scores)
     finally:
         reference.CHUNK = before
     assert close((out, lse), attention_plainly(*call, seen, **scores))

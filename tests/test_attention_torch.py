@@ -136,7 +136,7 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
 def test_ops_can_be_called_by_name():
     """As an exported graph does."""
     call = qkv()
-    assert same(OPS.attention(*call, True, 5, None)[0], attention(*call, causal=True, window=(5, None)))
+    assert same(OPS.attention(*call, True, 5, None)[0], attention(*call, causal=True, window_size=(5, None)))
     for mask in masks():
         assert same(OPS.block_sparse_attention(*call, *crossing(mask))[0], block_sparse_attention(*call, mask))
 
@@ -159,8 +159,8 @@ def test_a_mask_is_made_again_only_of_other_tensors():
 
 
 TERMS = [
-    {}, {"causal": True, "return_lse": True}, {"window": (-1, 3), "softcap": 3, "scale": 0.5},
-    {"window": [20, None], "return_lse": True},
+    {}, {"causal": True, "return_lse": True}, {"window_size": (-1, 3), "softcap": 3, "scale": 0.5},
+    {"window_size": [20, None], "return_lse": True},
 ]  # fmt: skip
 
 
@@ -303,8 +303,8 @@ def test_export():
         ({"k": (2, 2, 200, 32)}, {}, "q has head_dim 64 and k 32"),
         ({"v": (2, 2, 199, 64)}, {}, "k has 200 rows and v 199"),
         ({"q": (2, 200, 64)}, {}, "must have 4 dimensions"),
-        ({}, {"window": 5}, "window must be .left, right."),
-        ({}, {"window": (-2, 0)}, "left bound is -2"),
+        ({}, {"window_size": 5}, "window_size must be .left, right."),
+        ({}, {"window_size": (-2, 0)}, "left bound is -2"),
         ({}, {"scale": -1.0}, "must be above 0"),
     ],
 )

@@ -93,7 +93,7 @@ def on_cpu(monkeypatch):
             mask = types.SimpleNamespace(**block_sparse_tensors)
             lists = (mask.mask_block_cnt, mask.mask_block_idx, mask.full_block_cnt, mask.full_block_idx)
             mask = reference.BlockMask(*lists, lengths=(q.shape[1], k.shape[1]), blocksize=mask.block_size, check=False)
-        out = reference.attention(*heads_first, causal=causal, window=window_size, block_mask=mask)
+        out = reference.attention(*heads_first, causal=causal, window_size=window_size, block_mask=mask)
         return out.transpose(1, 2).contiguous(), None
 
     def flex(q, k, v, *, block_mask, enable_gqa, kernel_options):
@@ -205,7 +205,7 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
     real = cases.attention
 
     def ours(q, k, v, **terms):
-        key = q.shape[-1], terms["causal"], terms["window"]
+        key = q.shape[-1], terms["causal"], terms["window_size"]
         if not imported:
             ran.add(key)
         elif key not in ran:

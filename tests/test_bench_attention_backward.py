@@ -156,7 +156,7 @@ def on_cpu(monkeypatch):
 
     def fa4(q, k, v, causal=False, window_size=None, learnable_sink=None):
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        out = attention(*heads_first, causal=causal, window=window_size, sinks=learnable_sink)
+        out = attention(*heads_first, causal=causal, window_size=window_size, sinks=learnable_sink)
         return out.transpose(1, 2), None
 
     def varlen(q, k, v, *, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):

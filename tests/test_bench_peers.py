@@ -230,7 +230,7 @@ def test_masks_are_those_of_our_reference(uncompiled, causal, window, queries):
     q = torch.randn(2, queries, 4, 32)
     k, v = torch.randn(2, 40, 2, 32), torch.randn(2, 40, 2, 32)
     x = Attention(q, k, v, causal, window=window)
-    must = ours.attention(*(t.double() for t in x.heads_first), causal=causal, window=window).transpose(1, 2)
+    must = ours.attention(*(t.double() for t in x.heads_first), causal=causal, window_size=window).transpose(1, 2)
     torch.testing.assert_close(x.exact(), must, rtol=1e-6, atol=1e-6)
     index, reference = x.sample
     torch.testing.assert_close(reference.double(), must[index], rtol=1e-4, atol=1e-5)
@@ -262,7 +262,7 @@ def test_fa4_gets_windows_as_it_takes_them(flash_attn):
 
     def attend(q, k, v, causal=False, window_size=(None, None)):
         seen.append((causal, window_size))
-        out = ours.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, window=window_size)
+        out = ours.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, window_size=window_size)
         return out.transpose(1, 2).contiguous(), None
 
     flash_attn.flash_attn_func = attend

@@ -86,7 +86,7 @@ def test_any_documents(where, data):
     count, bound = data.draw(st.integers(1, 6), "documents"), st.one_of(st.none(), st.integers(0, 200))
     cuts = (st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1) for n in lengths)
     cu = [torch.tensor(sorted(data.draw(each, "cu_seqlens")), device=where) for each in cuts]
-    terms = {"window": data.draw(st.tuples(bound, bound), "window"), "causal": data.draw(st.booleans(), "causal")}
+    terms = {"window_size": data.draw(st.tuples(bound, bound), "window"), "causal": data.draw(st.booleans(), "causal")}
     terms["blocksize"] = data.draw(st.sampled_from([(64, 64), (128, 128)]), "blocksize")
     torch.manual_seed(data.draw(st.integers(0, 2**20), "seed"))
     check(*qkv(*lengths, device=where), block_mask=patterns.packed_documents(*cu, lengths=lengths, **terms))

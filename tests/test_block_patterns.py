@@ -63,7 +63,7 @@ def test_packed_documents(q_lengths, data, blocksize, left, causal, padding):
         p, kv = positions(int(q1 - q0), int(k1 - k0))
         dense[q0:q1, k0:k1] = (kv >= p - (1000 if left is None else left)) & ((kv <= p) | (not causal))
     given_k = None if k_lengths is None else cu[1]
-    options = {"lengths": lengths, "blocksize": blocksize, "window": (left, None), "causal": causal}
+    options = {"lengths": lengths, "blocksize": blocksize, "window_size": (left, None), "causal": causal}
     assert_exact(patterns.packed_documents(cu[0], given_k, **options), dense)
 
 
@@ -87,7 +87,7 @@ def test_dilated(step, window, causal):
     dense = ((p - kv) % step == 0) & ((kv <= p) | (not causal))
     if window:
         dense &= (kv >= p - window[0]) & (kv <= p + window[1])
-    assert_exact(patterns.dilated((300, 470), step, (64, 128), window=window, causal=causal), dense)
+    assert_exact(patterns.dilated((300, 470), step, (64, 128), window_size=window, causal=causal), dense)
 
 
 @fuzz
@@ -164,7 +164,7 @@ def every_constructor(device, flex, bsr):
     yield lambda: patterns.causal((300, 500), device=device)
     tokens = {"global_columns": 3, "global_rows": 3}
     yield lambda: patterns.sliding_window((300, 500), (9, 9), **tokens, causal=True, device=device)
-    yield lambda: patterns.packed_documents(cu, lengths=(300, 300), causal=True, window=(9, None))
+    yield lambda: patterns.packed_documents(cu, lengths=(300, 300), causal=True, window_size=(9, None))
     yield lambda: patterns.documents(ids, causal=True)
     yield lambda: patterns.dilated((300, 500), 3, device=device)
     yield lambda: patterns.dilated_blocks((300, 500), 2, causal=True, device=device)

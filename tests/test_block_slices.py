@@ -254,7 +254,7 @@ def test_the_example_of_usage():
 
 def test_other_keywords_are_refused():
     call = *qkv(), patterns.causal((200, 200))
-    with pytest.raises(TypeError, match="has no argument 'window'; pass block_mask & patterns.sliding_window"):
-        block_sparse_attention(*call, window=(5, 0))
+    with pytest.raises(TypeError, match="has no argument 'window_size'; pass block_mask & patterns.sliding_window"):
+        block_sparse_attention(*call, window_size=(5, 0))
     with pytest.raises(TypeError, match="has no argument 'dropout'$"):
         block_sparse_attention(*call, dropout=0.1)

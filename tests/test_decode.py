@@ -29,7 +29,7 @@ def check_split(splits, **call):
 # Results
 
 LENGTHS = [0, 1, 127, 128, 129, 300, 511, 512]
-WINDOWS = [{"window": (70, 0)}, {"window": (200, 9), "softcap": 3.0}, {"window": (None, 2)}]
+WINDOWS = [{"window_size": (70, 0)}, {"window_size": (200, 9), "softcap": 3.0}, {"window_size": (None, 2)}]
 DIMS = [(64, 64), (96, 96), (192, 128), (256, 256)]
 CALLS = [  # of a cache, terms, splits
     *(({"D": 128, "H": H, "rows": n}, CAUSAL, (1, 2, 5, 40)) for H in (2, 4, 8, 10, 16, 32) for n in (1, 2, 5, 9)),
@@ -40,7 +40,7 @@ CALLS = [  # of a cache, terms, splits
     ({"D": 256, "H": 8, "heads": 1, "page_size": 32}, {}, (3,)),
     ({"D": 96, "Dv": 64, "H": 8, "heads": 1, "page_size": 16}, {}, (3,)),
     *(({"D": 128, "H": 8, "rows": n, "before": 41}, CAUSAL, (1, 3)) for n in (1, 5)),
-    ({"D": 64, "H": 8, "rows": 3, "page_size": 64, "before": 130}, {"window": (70, 0)}, (2,)),
+    ({"D": 64, "H": 8, "rows": 3, "page_size": 64, "before": 130}, {"window_size": (70, 0)}, (2,)),
     ({"D": 128, "H": 8, "rows": 100, "page_size": 64}, CAUSAL, (1, 3)),  # several tiles of rows: a part of a prompt
 ]
 

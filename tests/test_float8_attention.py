@@ -60,8 +60,8 @@ CALLS = [  # operands, scales, terms
     ({"D": 128, "H": 4, "heads": 4}, (4,), CAUSAL),
     ({"D": 192, "Dv": 128, "Sq": 70, "Sk": 333}, (), CAUSAL),
     ({"D": 64, "Dv": 256, "Sq": 333, "Sk": 70}, (), CAUSAL),  # rows that see nothing
-    ({"D": 128, "Sq": 300, "Sk": 513}, (), {"window": (100, 7)}),
-    ({"D": 64}, (), {"window": (40, None), "softcap": 2.0}),
+    ({"D": 128, "Sq": 300, "Sk": 513}, (), {"window_size": (100, 7)}),
+    ({"D": 64}, (), {"window_size": (40, None), "softcap": 2.0}),
     ({"D": 128, "Sq": 1}, (), {"scale": 0.3}),
     ({"D": 128, "Sq": 17, "Sk": 1}, (), {}),
 ]
@@ -104,7 +104,7 @@ ROWS, COLS = [70, 0, 200, 5, 129], [90, 17, 333, 0, 129]
 
 @BOTH
 @pytest.mark.parametrize("scales", [None, (), (2,)], ids=str)
-@pytest.mark.parametrize("terms", [{}, CAUSAL, {"window": (30, 3)}], ids=str)
+@pytest.mark.parametrize("terms", [{}, CAUSAL, {"window_size": (30, 3)}], ids=str)
 def test_packed(place, scales, terms, fast):
     heads = {"H": 2, "heads": 2} if scales else {}
     check(narrow(packed(ROWS, COLS, D=128, device=place, **heads), scales) | terms | fast)
@@ -191,8 +191,8 @@ EMULATED = [  # operands, scales, terms, dtype of out
     ({"D": 128, "Sq": 330, "Sk": 400, "B": 1, "H": 2, "heads": 1}, (), CAUSAL, FP32),
     ({"D": 128, "Sq": 330, "Sk": 400, "B": 1, "H": 2, "heads": 1}, (), CAUSAL | FAST, FP32),
     ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300, "B": 2, "H": 1, "heads": 1}, None,
-     {"window": (90, 3), "softcap": 2.0}, FP16),
-    ({"D": 64, "Sq": 70, "Sk": 300, "B": 1, "H": 1, "heads": 1}, None, FAST | {"window": (90, 3)}, BF16),
+     {"window_size": (90, 3), "softcap": 2.0}, FP16),
+    ({"D": 64, "Sq": 70, "Sk": 300, "B": 1, "H": 1, "heads": 1}, None, FAST | {"window_size": (90, 3)}, BF16),
     ({"D": 256, "Sq": 70, "Sk": 200, "B": 1, "H": 1, "heads": 1}, (), {"sinks": torch.tensor([2.0])} | FAST, BF16),
 ]  # fmt: skip
 
@@ -384,5 +384,5 @@ class TestCuda:
     def test_scores_that_grow(self, fast):
         for D in (64, 128):
             call = {n: t.cuda() for n, t in growing(D=D, Sq=300, Sk=6000).items()}
-            for terms in ({}, CAUSAL, {"window": (2000, 300)}):
+            for terms in ({}, CAUSAL, {"window_size": (2000, 300)}):
                 check(call | terms | fast)

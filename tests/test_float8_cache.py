@@ -52,9 +52,9 @@ CALLS = [  # of a cache, terms, splits
     ({"D": 64, "page_size": 16, "kind": E5M2}, {}, (3,)),
     ({"D": 256, "page_size": 16}, {}, (2,)),
     ({"D": 192, "Dv": 128, "heads": 1, "page_size": 32}, {}, (2,)),
-    ({"D": 64, "Dv": 256}, {"window": (70, 3)}, (2,)),
-    ({"D": 96, "rows": 7}, {"window": (200, 9), "softcap": 3.0}, (1, 4)),
-    ({"rows": 5}, {"window": (None, 2)}, (3,)),
+    ({"D": 64, "Dv": 256}, {"window_size": (70, 3)}, (2,)),
+    ({"D": 96, "rows": 7}, {"window_size": (200, 9), "softcap": 3.0}, (1, 4)),
+    ({"rows": 5}, {"window_size": (None, 2)}, (3,)),
     ({"rows": 5}, {"scale": 0.3, "softcap": 2.0}, (3,)),
     ({"rows": 5, "before": 41, "kind": E5M2}, CAUSAL, (1, 3)),
     ({"rows": 40, "page_size": 64}, CAUSAL, (1, 2)),  # several tiles of rows
@@ -197,7 +197,7 @@ def test_score_mod():
 
 EMULATED = [
     ("sm_90", {"D": 128, "rows": 2, "page_size": 64}, CAUSAL, 3),
-    ("sm_90", {"D": 128, "H": 16, "rows": 3, "dtype": FP16, "kind": E5M2}, {"window": (70, 0)}, 1),
+    ("sm_90", {"D": 128, "H": 16, "rows": 3, "dtype": FP16, "kind": E5M2}, {"window_size": (70, 0)}, 1),
     ("sm_90", {"D": 96, "page_size": 16}, {"softcap": 2.0}, 2),
     ("sm_90", {"D": 192, "H": 2, "rows": 2, "before": 9, "kind": E5M2}, CAUSAL, 2),
     ("sm_89", {"D": 64, "page_size": 32}, {}, 2),

@@ -59,7 +59,7 @@ MORE = {
        for dim in choose.HEAD_DIMS for bq in (64, 128) for bk in (64, 128)},
     "two dimensions": ({"D": 192, "Dv": 128, "Sq": 70, "Sk": 333}, CAUSAL, BF16),
     "wide values": ({"D": 64, "Dv": 256, "Sq": 333, "Sk": 70}, CAUSAL, BF16),
-    "window": ({"D": 128, "Sq": 300, "Sk": 513}, {"window": (100, 7), "softcap": 2.0}, BF16),
+    "window": ({"D": 128, "Sq": 300, "Sk": 513}, {"window_size": (100, 7), "softcap": 2.0}, BF16),
     "many tiles": ({"D": 128, "B": 8, "H": 16, "heads": 4, "Sq": 1100, "Sk": 1900}, CAUSAL, BF16),
     "many tiles, full": ({"D": 128, "B": 8, "H": 16, "heads": 4, "Sq": 1100, "Sk": 1900}, {}, BF16),
     "tokens": ({"D": 128, "Sq": 300, "Sk": 500, "tokens": True}, CAUSAL, BF16),

@@ -56,8 +56,8 @@ CALLS = [  # operands, terms
     *(({"D": D, "Sq": 300, "Sk": 513}, terms) for D in choose.HEAD_DIMS for terms in ({}, CAUSAL)),
     ({"D": 192, "Dv": 128, "Sq": 70, "Sk": 333}, CAUSAL),
     ({"D": 64, "Sq": 333, "Sk": 70}, CAUSAL),  # rows that see nothing
-    ({"D": 128, "Sq": 300, "Sk": 513}, {"window": (100, 7)}),
-    ({"D": 64, "Sk": 300}, {"window": (140, None), "softcap": 2.0}),
+    ({"D": 128, "Sq": 300, "Sk": 513}, {"window_size": (100, 7)}),
+    ({"D": 64, "Sk": 300}, {"window_size": (140, None), "softcap": 2.0}),
     ({"D": 128, "Sq": 1}, {"scale": 0.3}),
     ({"D": 128, "Sq": 17, "Sk": 1}, {}),
 ]
@@ -159,7 +159,7 @@ EMULATED = [  # operands, terms, dtype of out
     ({"D": 128, "Sq": 330, "Sk": 400} | SMALL, CAUSAL | FAST, FP32),
     ({"D": 64, "Sq": 200, "Sk": 700} | ONE, FAST, BF16),
     ({"D": 64, "Sq": 190, "Sk": 300} | ONE, {}, BF16),
-    ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300} | ONE, {"window": (190, 3), "softcap": 2.0}, FP16),
+    ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300} | ONE, {"window_size": (190, 3), "softcap": 2.0}, FP16),
     ({"D": 256, "Sq": 20, "Sk": 200} | ONE, {"sinks": torch.tensor([2.0])}, BF16),
 ]
 
@@ -416,5 +416,5 @@ class TestCuda:
     def test_scores_and_values_that_grow(self, fast):
         for D in (64, 128):
             call = {n: t.cuda() for n, t in growing(D=D, Sq=300, Sk=6000, **ONE).items()} | fast
-            for terms in ({}, CAUSAL, {"window": (2000, 300)}):
+            for terms in ({}, CAUSAL, {"window_size": (2000, 300)}):
                 check(call | terms)

@@ -28,7 +28,7 @@ SMALL = [  # every op
     partial(batched, True, 40),
     partial(grouped, False),
     partial(attend, "dense", 2, 8, 2, 200, 333, 64, causal=True),
-    partial(attend, "packed", 5, 4, 2, 200, 333, 64, window=(70, 30)),
+    partial(attend, "packed", 5, 4, 2, 200, 333, 64, window_size=(70, 30)),
     partial(attend, "blocks", 2, 4, 2, 300, 430, 64, block=(64, 64)),
     partial(attend, "cache", 4, 8, 2, 3, 512, 64, causal=True, splits=3, page=16),
     partial(attend, "dense", 2, 4, 2, 333, 200, 192, 128, softcap=5.0, lse=False),

@@ -48,7 +48,7 @@ MAKERS = {
     ),
     "documents": lambda x: patterns.documents((x > 1).int().cumsum(0), causal=True),
     "documents, batched": lambda x: patterns.documents(torch.stack([x > 0, x > 1]).int(), (x > 0).int().expand(2, -1)),
-    "dilated": lambda x: patterns.dilated(LENGTHS, 3, window=(90, 0), device=x.device),
+    "dilated": lambda x: patterns.dilated(LENGTHS, 3, window_size=(90, 0), device=x.device),
     "dilated_blocks": lambda x: patterns.dilated_blocks(LENGTHS, 2, causal=True, device=x.device),
     "top_k": lambda x: patterns.top_k(x[:9].view(3, 3), 1, lengths=LENGTHS),
     "vertical_slash": lambda x: patterns.vertical_slash((x[:2] * 99).int(), (x[:3] * 99).int(), lengths=LENGTHS),

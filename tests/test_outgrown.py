@@ -48,12 +48,12 @@ GROWTHS = [(0.5, 0), (8, 0), (30, 0), (100, 400), (0, 30), (0, 1000), (-100, 300
 
 @pytest.mark.parametrize(("growth", "spikes"), GROWTHS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("terms", [{}, {"causal": True}, {"window": (300, 100)}], ids=str)
+@pytest.mark.parametrize("terms", [{}, {"causal": True}, {"window_size": (300, 100)}], ids=str)
 def test_dense(device, path, growth, spikes, dtype, terms):
     q, k, v = operands(64, growth, spikes, dtype, device)
     out = poisoned(*q.shape, dtype=dtype, device=device)
     _, lse = attention(q, k, v, scale=1 / 8, return_lse=True, out=out, **terms)
-    left, right = terms.get("window", (None, 0 if terms else None))
+    left, right = terms.get("window_size", (None, 0 if terms else None))
     check(q, k, v, out, lse, band_mask(q.shape[2], k.shape[2], left, right, device))
 
 

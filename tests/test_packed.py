@@ -13,7 +13,7 @@ from .reference import poisoned, poisoned_empty
 # As few compiled kernels as serve: CAUSAL with D 128, BOTH with 64 (a window and a cap), FULL with 64 and 96.
 CAUSAL = {"D": 128}, {"causal": True}
 FULL = {"D": 64}, {}
-BOTH = {"D": 64}, {"window": (70, 20), "softcap": 20.0}
+BOTH = {"D": 64}, {"window_size": (70, 20), "softcap": 20.0}
 KERNELS = {
     "causal": CAUSAL, "full": FULL, "both": BOTH, "96": ({"D": 96}, {}),
     "192": ({"D": 192, "Dv": 128}, {"causal": True}), "scale": ({"D": 64, "Dv": 96}, {"scale": 0.2, "softcap": 5.0}),

@@ -165,7 +165,7 @@ def machine_fixture(request):
 CASES = {
     "capped": (1, 2, 1, 100, 150, 64, "cap", None, {}),
     "slopes, causal": (1, 2, 1, 70, 90, 128, "slopes", None, {"causal": True}),
-    "table, window": (2, 2, 2, 70, 130, 64, "table", None, {"window": (60, 20)}),
+    "table, window": (2, 2, 2, 70, 130, 64, "table", None, {"window_size": (60, 20)}),
     "bias, blocks": (2, 2, 1, 130, 200, 128, "bias", (128, 128), {}),
     "slopes, narrow blocks": (1, 2, 2, 70, 130, 64, "slopes", (64, 64), {"causal": True}),
     "bias, 256": (1, 2, 1, 70, 90, 256, "bias", None, {}),
@@ -184,7 +184,7 @@ def test_values_and_gradients(name, machine):
     q, k, v = operands(B, H, heads, S, T, D, FP16 if path else torch.float32, device)
     make, tensors = MODS[mod]
     captured = [t.to(device).requires_grad_() for t in tensors(B, H, S, T)]
-    left, right = options.get("window", (None, None))
+    left, right = options.get("window_size", (None, None))
     seen = band_mask(S, T, left, 0 if options.get("causal") else right, device)
     seen = torch.ones(S, T, dtype=torch.bool, device=device) if seen is None else seen
     op, masks = attention, ()
@@ -212,7 +212,7 @@ def test_values_and_gradients(name, machine):
 PACKED = {
     "slopes, causal": ([70, 0, 33], [90, 5, 33], 4, 2, 128, "slopes", {"causal": True}),
     "bias": ([40, 130], [70, 64], 2, 1, 64, "bias", {}),
-    "table, window": ([150, 7], [150, 60], 2, 2, 64, "table", {"window": (30, 5)}),
+    "table, window": ([150, 7], [150, 60], 2, 2, 64, "table", {"window_size": (30, 5)}),
 }
 PACKED_EMULATED = {"sm_80": "bias", "sm_90": "slopes, causal"}
 
@@ -258,7 +258,7 @@ def of_item(mod, item, s, b, h, q, kv):
 CACHED = {
     "slopes, causal": ({"rows": 3, "H": 8, "D": 128}, "slopes", 2, {"causal": True}),
     "table, pages": ({"rows": 2, "H": 10, "page_size": 32}, "table", 3, {"causal": True}),
-    "bias, window": ({"rows": 1, "H": 6}, "bias", 1, {"window": (70, 0)}),
+    "bias, window": ({"rows": 1, "H": 6}, "bias", 1, {"window_size": (70, 0)}),
     "cap, many rows": ({"rows": 50, "H": 4, "page_size": 16}, "cap", 1, {"causal": True}),
     "bias, no lengths": ({"rows": 3, "H": 4}, "bias", 2, {}),
 }

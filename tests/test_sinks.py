@@ -50,7 +50,7 @@ def blocks(device, sides, **options):
 CALLS = {
     "dense": (lambda d: named(*qkv(200, 264, B=1, device=d)), torch.float32, None),
     "rows that see nothing": (lambda d: named(*qkv(300, 100, device=d), **CAUSAL), BF16, None),
-    "window": (lambda d: named(*qkv(200, 300, 128, H=8, B=1, device=d), window=(60, 3), softcap=4.0), FP16, None),
+    "window": (lambda d: named(*qkv(200, 300, 128, H=8, B=1, device=d), window_size=(60, 3), softcap=4.0), FP16, None),
     "fp16, 192 and 128": (lambda d: named(*qkv(130, 200, 192, 128, B=1, dtype=FP16, device=d), **CAUSAL), FP16, None),
     "packed": (lambda d: packed((70, 0, 130, 5), (100, 30, 100, 0), device=d, more=(9, 0)) | CAUSAL, BF16, None),
     "blocks": (lambda d: named(*qkv(200, 300, device=d), block_mask=blocks(d, (128, 128))), torch.float32, None),
@@ -59,7 +59,7 @@ CALLS = {
     "few queries, split": (lambda d: named(*qkv(3, 300, 128, H=8, device=d), **CAUSAL), BF16, 3),
     "cache": (lambda d: cache((230, 0, 3), 256, H=8, rows=2, device=d) | CAUSAL, BF16, 1),
     "pages, split": (lambda d: cache((230, 0, 3), 256, H=8, page_size=64, device=d), torch.float32, 3),
-    "512": (lambda d: named(*qkv(70, 130, 512, B=1, H=4, device=d), window=(90, 3)), BF16, None),
+    "512": (lambda d: named(*qkv(70, 130, 512, B=1, H=4, device=d), window_size=(90, 3)), BF16, None),
     "512, few queries": (lambda d: named(*qkv(1, 130, 512, B=1, H=4, device=d)), torch.float32, 1),
 }
 

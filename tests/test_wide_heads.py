@@ -38,7 +38,7 @@ def test_forward(arch):
     q, k, v = operands(70, 130, heads=1)
     out = poisoned(*q.shape, dtype=q.dtype, device="cpu")
     with on_emulator(arch, sms=1):  # one multiprocessor is not left idle, so no splits
-        _, lse = attention(q, k, v, window=(90, 3), softcap=5.0, return_lse=True, out=out)
+        _, lse = attention(q, k, v, window_size=(90, 3), softcap=5.0, return_lse=True, out=out)
     check(q, k, v, band_mask(70, 130, 90, 3, "cpu"), out, lse, 5.0)
 
 
@@ -68,7 +68,7 @@ def test_on_a_gpu(shape, forced):
         seen = band_mask(rows, columns, left, 0, "cuda")
         out = poisoned(*q.shape, dtype=q.dtype, device="cuda")
         with path(forced) if forced else nullcontext():
-            _, lse = attention(q, k, v, window=(left, 0), softcap=5.0, return_lse=True, out=out)
+            _, lse = attention(q, k, v, window_size=(left, 0), softcap=5.0, return_lse=True, out=out)
         check(q, k, v, seen, out, lse, 5.0)
 
 

@@ -191,31 +191,33 @@ def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod
     return dataclasses.replace(mask_mod, **changed) if changed else mask_mod
 
 
-def window_bounds(window: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
-    """(left, right) of a window, None without bound; causal makes right at most 0. All ops and patterns call it.
+def window_bounds(window_size: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
+    """(left, right) of window_size, None without bound; causal makes right at most 0. All ops and patterns call it.
 
     FlashAttention's convention: row q, at position p = q + Sk - Sq, sees columns p - left to p + right, both included.
     -1 is without bound there, and is taken as None.
 
     Raises:
-        TypeError: `causal` is no bool, or `window` is not None nor two of int and None.
+        TypeError: `causal` is no bool, or `window_size` is not None nor two of int and None.
         ValueError: a bound is less than -1.
     """
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     bounds = (None, None)
-    if window is not None:
+    if window_size is not None:
         try:
-            left, right = window
+            left, right = window_size
             bounds = tuple(None if x is None else operator.index(x) for x in (left, right))
         except (TypeError, ValueError):
             raise TypeError(
-                f"window must be (left, right), each an int or None without bound, got {window!r}; "
+                f"window_size must be (left, right), each an int or None without bound, got {window_size!r}; "
                 "the last w columns are (w - 1, 0)"
             ) from None
         for name, x in zip(("left", "right"), bounds, strict=True):
             if x is not None and x < -1:
-                raise ValueError(f"window's {name} bound is {x}; use a number of columns from 0, or None without bound")
+                raise ValueError(
+                    f"window_size's {name} bound is {x}; use a number of columns from 0, or None without bound"
+                )
         bounds = tuple(None if x in (None, -1) or x >= FAR else x for x in bounds)
     left, right = bounds
     return left, 0 if causal else right

@@ -33,7 +33,7 @@ def causal(lengths: Pair, blocksize: Pair = (128, 128), *, device: Device = None
 
 def sliding_window(
     lengths: Pair,
-    window: Sequence[int | None],
+    window_size: Sequence[int | None],
     blocksize: Pair = (128, 128),
     *,
     global_columns: int = 0,
@@ -41,7 +41,7 @@ def sliding_window(
     causal: bool = False,
     device: Device = None,
 ) -> BlockMask:
-    """Row q, at position p, sees columns p - left to p + right of window = (left, right); None is without bound.
+    """Row q, at position p, sees columns p - left to p + right of window_size = (left, right); None is without bound.
 
     Args:
         global_columns: the first columns, so many, are seen by all rows (attention sinks).
@@ -49,11 +49,11 @@ def sliding_window(
         causal: none of it reaches past the row's position.
 
     Raises:
-        TypeError: window is not two of int and None.
+        TypeError: window_size is not two of int and None.
         ValueError: a bound or a number of tokens is negative.
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
-    left, right = window_bounds(window, causal)
+    left, right = window_bounds(window_size, causal)
     for name, n in (("global_columns", global_columns), ("global_rows", global_rows)):
         if operator.index(n) < 0:
             raise ValueError(f"{name} is {n}; it must be at least 0")
@@ -78,7 +78,7 @@ def packed_documents(
     *,
     lengths: Pair,
     blocksize: Pair = (128, 128),
-    window: Sequence[int | None] | None = None,
+    window_size: Sequence[int | None] | None = None,
     causal: bool = False,
 ) -> BlockMask:
     """Documents one after another: rows see the columns of their own only.
@@ -88,7 +88,7 @@ def packed_documents(
             see nothing.
         cu_seqlens_k: the same of columns; those of the rows where it is None.
         lengths: (Sq, Sk), at least what the last entries say, which are not read.
-        window, causal: within each document, aligned to its end (see mask_mods.window_bounds).
+        window_size, causal: within each document, aligned to its end (see mask_mods.window_bounds).
 
     Raises:
         TypeError: cu_seqlens are not strided tensors of int32 or int64.
@@ -104,7 +104,7 @@ def packed_documents(
                 f"{name} must have one dimension of at least 2 entries, as many as cu_seqlens_q and on its device, "
                 f"got {tuple(t.shape)} on {t.device}"
             )
-    left, right = window_bounds(window, causal)
+    left, right = window_bounds(window_size, causal)
     cu_q, cu_k = cu_q.int(), cu_k.int()
     row = torch.arange(sq, dtype=torch.int32, device=cu_q.device)
     document = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(0, len(cu_q) - 2)
@@ -152,7 +152,7 @@ def dilated(
     step: int,
     blocksize: Pair = (128, 128),
     *,
-    window: Sequence[int | None] | None = None,
+    window_size: Sequence[int | None] | None = None,
     causal: bool = False,
     device: Device = None,
 ) -> BlockMask:
@@ -166,7 +166,7 @@ def dilated(
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     if operator.index(step) < 1:
         raise ValueError(f"step is {step}; it must be at least 1")
-    bounds = window_bounds(window, causal)
+    bounds = window_bounds(window_size, causal)
     mask_mod = both(Dilated(step, sk - sq), None if bounds == (None, None) else Band(*bounds, sk - sq))
     return BlockMask.from_mask_mod(mask_mod, (sq, sk), blocksize, device=device)
 

@@ -182,7 +182,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
         return _within(q, k, v, mask, blocks, options)
     short = not watched(q, k, v)  # what the decoding kernel computes
     if mask.begin is not None and short:
-        return attention(q, k, v, window=(mask.kind.left, 0), seqused_k=mask.spans_k(q.shape[0]), **options)
+        return attention(q, k, v, window_size=(mask.kind.left, 0), seqused_k=mask.spans_k(q.shape[0]), **options)
     if not mask.is_band():
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
     left, right = mask.kind.left, mask.kind.right
@@ -193,14 +193,14 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
     if isinstance(last, Tensor):
         if right != 0:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
-        return attention(q, k, v, window=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
+        return attention(q, k, v, window_size=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
     if last < columns and right == 0:  # a static cache, not full yet
         if rows == 1 and short:  # the same kernel, and under torch.compile the same graph, at each step
-            return attention(q, k, v, window=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
+            return attention(q, k, v, window_size=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
         k, v, columns = k[:, :, :last], v[:, :, :last], last
     if last != columns:
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
-    return attention(q, k, v, window=(left, right), out=_transposed(q, k, v, options), **options)
+    return attention(q, k, v, window_size=(left, right), out=_transposed(q, k, v, options), **options)
 
 
 def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
@@ -231,7 +231,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple, bounds: tuple, o
     """Sequences packed along the flattened batch."""
     (batch, _, rows, _), flat = q.shape, (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     cu_q, cu_k = (t.to(device=q.device, dtype=torch.int32) for t in cu_seqlens)
-    out = attention(*flat, window=bounds, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    out = attention(*flat, window_size=bounds, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     return out.unflatten(0, (batch, rows)).transpose(1, 2)
 
 
