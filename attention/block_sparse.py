@@ -86,13 +86,13 @@ def with_causal(mask: BlockMask) -> BlockMask:
         Derived.of(masked)
         return masked, mask.mask_mod, Band(None, 0, columns - rows)
 
-    masked, mask_mod, band = Derived.of(mask).get("causal", mask.partial_count, make, lambda value: value[0].lists())
+    masked, mask_mod, band = Derived.of(mask).get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
     return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
 def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:
     """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,)."""
-    count = tile_counts(mask.partial_count + mask.full_count, mask, batch, heads, tile_m)
+    count = tile_counts(mask.kv_num_blocks + mask.full_kv_num_blocks, mask, batch, heads, tile_m)
     return by_length(count, mask.n_block_cols, l2_heads)
 
 
@@ -127,17 +127,17 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     cached = Derived.of(mask)
 
     def make() -> tuple:
-        index = cached.get("columns", mask.partial_count, columns, tuple)[0]
+        index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
         order = tile_order(mask, batch, heads, tile_m, l2_heads)
-        counts = (mask.partial_count, mask.partial_count + mask.full_count)
+        counts = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
-        return index, mask.partial_index.shape[-1], torch.stack([order.to(torch.int32), *counts], -1)
+        return index, mask.kv_indices.shape[-1], torch.stack([order.to(torch.int32), *counts], -1)
 
     def columns() -> tuple:
-        return (torch.cat([mask.partial_index, mask.full_index], -1),)
+        return (torch.cat([mask.kv_indices, mask.full_kv_indices], -1),)
 
     key = batch, heads, tile_m, l2_heads
-    return cached.get(key, mask.partial_count, make, lambda value: (value[0], value[2]))
+    return cached.get(key, mask.kv_num_blocks, make, lambda value: (value[0], value[2]))
 
 
 def as_block_mask(q, k, block_mask) -> BlockMask:
@@ -153,7 +153,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         lengths = q.size(2), k.size(2)
         if mask.lengths[0] - lengths[0] == mask.lengths[1] - lengths[1] > 0:
             make = partial(mask.crop, lengths)
-            return Derived.of(mask).get(("crop", *lengths), mask.partial_count, make, BlockMask.lists)
+            return Derived.of(mask).get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
     return mask
 
 

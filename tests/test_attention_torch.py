@@ -145,13 +145,13 @@ def test_a_mask_is_made_again_only_of_other_tensors():
     """Kept with the first list, but made of all four: one that took the address of another is not that one."""
     mask = masks()[2]
     made = torch_op._block_mask(*crossing(mask))
-    assert torch_op._block_mask(*crossing(mask)).partial_index is made.partial_index
-    assert torch_op._block_mask(*crossing(masks()[2])).partial_index is not made.partial_index
+    assert torch_op._block_mask(*crossing(mask)).kv_indices is made.kv_indices
+    assert torch_op._block_mask(*crossing(masks()[2])).kv_indices is not made.kv_indices
     lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
     for _ in range(20):
-        other = [*lists[:3], BlockMask.from_blocks(SECOND).full_index]
+        other = [*lists[:3], BlockMask.from_blocks(SECOND).full_kv_indices]
         for given in (other, lists):
-            assert torch.equal(torch_op._block_mask(given, *sizes).full_index, given[3])
+            assert torch.equal(torch_op._block_mask(given, *sizes).full_kv_indices, given[3])
         del other, given
 
 

@@ -36,7 +36,7 @@ def test_lists_are_ascending_and_go_back_to_the_table(data, rows, cols, heads):
 def test_past_the_count_may_be_anything():
     count, index = torch.tensor([[[1]]], dtype=torch.int32), torch.tensor([[[[2, -7, 2**31 - 1]]]], dtype=torch.int32)
     mask = BlockMask(count, index, lengths=(64, 320), blocksize=(64, 64))
-    assert mask.partial_count is count and mask.partial_index is index and mask.full_index is index
+    assert mask.kv_num_blocks is count and mask.kv_indices is index and mask.full_kv_indices is index
     assert mask.tables()[0].tolist() == [[[[False, False, True, False, False]]]]
     assert mask.block_density() == 0.2
 
@@ -51,13 +51,13 @@ def raw(counts=((1, 2),), columns=(((0, 9), (0, 2)),), full=None, **options):
 
 
 WRONG = {
-    "count negative": ({"counts": ((1, -1),)}, r"partial_count\[0, 0, 1\] is -1; it must be in \[0, 2\]"),
-    "count too large": ({"counts": ((1, 3),)}, r"partial_count\[0, 0, 1\] is 3; it must be in \[0, 2\]"),
-    "column too large": ({"counts": ((2, 2),)}, r"partial_index\[0, 0, 0, 1\] is 9; it must be in \[0, 3\)"),
-    "column negative": ({"columns": (((-1, 0), (0, 1)),)}, r"partial_index\[0, 0, 0, 0\] is -1; it must be in"),
-    "unsorted": ({"columns": (((0, 0), (2, 1)),)}, r"partial_index\[0, 0, 1, 1\] is 1 after 2; .*sorted"),
-    "duplicate": ({"columns": (((0, 0), (1, 1)),)}, r"partial_index\[0, 0, 1, 1\] is 1 after 1; .*without duplicates"),
-    "full unsorted": ({"full": (((2, 0),), (((1, 0), (1, 1)),))}, r"full_index\[0, 0, 0, 1\] is 0 after 1"),
+    "count negative": ({"counts": ((1, -1),)}, r"kv_num_blocks\[0, 0, 1\] is -1; it must be in \[0, 2\]"),
+    "count too large": ({"counts": ((1, 3),)}, r"kv_num_blocks\[0, 0, 1\] is 3; it must be in \[0, 2\]"),
+    "column too large": ({"counts": ((2, 2),)}, r"kv_indices\[0, 0, 0, 1\] is 9; it must be in \[0, 3\)"),
+    "column negative": ({"columns": (((-1, 0), (0, 1)),)}, r"kv_indices\[0, 0, 0, 0\] is -1; it must be in"),
+    "unsorted": ({"columns": (((0, 0), (2, 1)),)}, r"kv_indices\[0, 0, 1, 1\] is 1 after 2; .*sorted"),
+    "duplicate": ({"columns": (((0, 0), (1, 1)),)}, r"kv_indices\[0, 0, 1, 1\] is 1 after 1; .*without duplicates"),
+    "full unsorted": ({"full": (((2, 0),), (((1, 0), (1, 1)),))}, r"full_kv_indices\[0, 0, 0, 1\] is 0 after 1"),
     "both": ({"full": (((0, 1),), (((1, 0), (0, 1)),))}, r"block 0 of row 1 \(item 0, head 0\) is both partial"),
     "full past the end": ({"full": (((1, 0),), (((2, 0), (0, 1)),))}, "block 2 of row 0 .* goes past the last of 180"),
 }
@@ -130,7 +130,7 @@ def test_from_blocks_where_mask_mod_decides():
     assert torch.equal(partial[0], blocks & decided) and torch.equal(full[0], blocks & ~decided)
     q, kv = torch.arange(256)[:, None], torch.arange(384)
     assert torch.equal(mask.to_dense()[0], elements(blocks, (64, 128), (256, 384)) & mask_mod(0, 0, q, kv))
-    assert not BlockMask.from_blocks(blocks, (64, 128), mask_mod=mask_mod).full_count.any()
+    assert not BlockMask.from_blocks(blocks, (64, 128), mask_mod=mask_mod).full_kv_num_blocks.any()
     both = BlockMask.from_blocks(blocks, (64, 128), partial=decided, mask_mod=mask_mod, causal=True)
     assert torch.equal(both.to_dense(), mask.to_dense() & (kv <= q + 128))
 
@@ -180,8 +180,8 @@ def test_as_flex_attention(lengths, blocksize):
         assert torch.equal(a[:, :, :whole], b[:, :, :whole])
     assert torch.equal(torch.logical_or(*ours.tables()), torch.logical_or(*theirs.tables()))
     if lengths[1] % blocksize[1] == 0:
-        assert theirs.partial_index.data_ptr() == flex.kv_indices.data_ptr()
-        assert theirs.full_count.data_ptr() == flex.full_kv_num_blocks.data_ptr()
+        assert theirs.kv_indices.data_ptr() == flex.kv_indices.data_ptr()
+        assert theirs.full_kv_num_blocks.data_ptr() == flex.full_kv_num_blocks.data_ptr()
     back = ours.to_flex()
     assert back.shape == (2, 3, *lengths) and back.mask_mod is by_head
     assert torch.equal(BlockMask.from_flex(back).to_dense(), ours.to_dense())
@@ -195,7 +195,7 @@ def test_flex_masks_made_by_hand():
     count, index = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[0, 9], [0, 1]]]], dtype=torch.int32)
     mask = BlockMask.from_flex(flex(count, index, lengths=(128, 320), compute_q_blocks=False), check=True)
     assert mask.mask_mod is None and mask.n_block_cols == 5
-    assert mask.partial_index.shape[-1] == 2 and not mask.full_count.any()
+    assert mask.kv_indices.shape[-1] == 2 and not mask.full_kv_num_blocks.any()
     assert mask.to_dense().sum() == 3 * 64 * 64
     assert mask.to_flex().q_num_blocks.tolist() == [[[2, 1, 0, 0, 0]]]
     mask = BlockMask.from_flex(flex(torch.zeros_like(count), index, count, index, lengths=(128, 100)), check=True)
@@ -203,7 +203,7 @@ def test_flex_masks_made_by_hand():
     assert partial == [[False, False], [False, True]] and full == [[True, False], [True, False]]
     assert mask.to_flex().q_num_blocks.tolist() == [[[0, 1]]]
     unsorted = flex(count, index.new_tensor([[[[1, 0], [1, 0]]]]), lengths=(128, 128))
-    with pytest.raises(ValueError, match=r"partial_index\[0, 0, 1, 1\] is 0 after 1"):
+    with pytest.raises(ValueError, match=r"kv_indices\[0, 0, 1, 1\] is 0 after 1"):
         BlockMask.from_flex(unsorted, check=True)
     with pytest.raises(ValueError, match="block_q is 256"):
         BlockMask.from_flex(create_block_mask(by_head, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=256))
@@ -282,7 +282,7 @@ def test_to_moves_the_masks_tensors():
     mask = patterns.documents(torch.randint(3, (200,)), blocksize=(64, 64), causal=True)
     assert mask.to("cpu") is mask
     there = mask.to("meta")
-    assert there.device.type == there.full_index.device.type == "meta"
+    assert there.device.type == there.full_kv_indices.device.type == "meta"
     assert isinstance(there.mask_mod, And) and there.mask_mod.first.q_ids.device.type == "meta"
     assert mask.mask_mod.first.q_ids.device.type == "cpu"
     assert [f.name for f in dataclasses.fields(SameDocument)] == ["q_ids", "kv_ids", "batched"]
@@ -308,4 +308,4 @@ def test_windows():
     assert window_bounds((-1, 5)) == (None, 5) and window_bounds((3, 5), True) == (3, 0)
     assert window_bounds((2**31, None)) == (None, None)
     assert Band(3, 0, 2) == Band(3, 0, 2) and GlobalTokens(1, 2) != GlobalTokens(2, 1)
-    assert BlockMask.from_mask_mod(Band(None, None), (65, 128), (64, 64)).full_count.tolist() == [[[2, 2]]]
+    assert BlockMask.from_mask_mod(Band(None, None), (65, 128), (64, 64)).full_kv_num_blocks.tolist() == [[[2, 2]]]

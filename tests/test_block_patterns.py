@@ -76,7 +76,7 @@ def test_documents_by_id(batch, causal):
     dense = (q_ids[..., :, None] == kv_ids[..., None, :]) & ((kv <= p) | (not causal))
     mask = patterns.documents(q_ids, kv_ids, blocksize=(64, 128), causal=causal)
     assert_exact(mask, dense[:, None] if batch else dense)
-    assert (causal or mask.full_count.any()) and mask.batch == (3 if batch else 1)
+    assert (causal or mask.full_kv_num_blocks.any()) and mask.batch == (3 if batch else 1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

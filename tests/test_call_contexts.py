@@ -134,10 +134,10 @@ def test_block_masks_of_a_model():
     masks = BlockMasks(lambda lengths, device: BlockMask.from_blocks(torch.ones(1, 1, device=device) > 0))
     lengths, device = (128, 128), torch.device("cpu")
     with FakeTensorMode():
-        assert type(masks.of(lengths, device).partial_count) is not torch.Tensor
+        assert type(masks.of(lengths, device).kv_num_blocks) is not torch.Tensor
     with torch.inference_mode():
         found = masks.of(lengths, device)
-    assert type(found.partial_count) is torch.Tensor and not found.partial_count.is_inference()
+    assert type(found.kv_num_blocks) is torch.Tensor and not found.kv_num_blocks.is_inference()
     assert masks.of(lengths, device) is found
     with FakeTensorMode():
         assert masks.of(lengths, device) is not found

@@ -344,7 +344,7 @@ def test_shapes_share_the_lists_of_a_mask(device):
         q, k, v = (normal(batch, 2, 384, 64, device=device) for _ in range(3))
         block_sparse_attention(q, k, v, mask)
     values = [entry.value for entry in mask.derived.kept.values()]
-    largest = mask.partial_index.nbytes + mask.full_index.nbytes
+    largest = mask.kv_indices.nbytes + mask.full_kv_indices.nbytes
     lists = {id(t): t for value in values for t in value if isinstance(t, torch.Tensor) and t.dim() == 4}
     assert sum(t.nbytes for t in lists.values()) <= largest
     assert len(values) == 6  # the columns, and a table for each batch

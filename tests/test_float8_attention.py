@@ -173,8 +173,8 @@ def test_quantised_heads(place):
     tensors = qkv(D=128, device=place)
     call = {}
     for name, t in zip("qkv", tensors, strict=True):
-        call[name], call[f"{name}_scale"] = quantize(t * 3, per="head")
-        assert call[f"{name}_scale"].shape == t.shape[:2]
+        call[name], call[f"{name}_descale"] = quantize(t * 3, per="head")
+        assert call[f"{name}_descale"].shape == t.shape[:2]
         assert (call[name].float().abs().amax((2, 3)) == LARGEST).all()
     check(call)
 
@@ -242,7 +242,7 @@ def growing(**operands) -> dict:
     k[:, :, n // 2 : n * 2 // 3] *= 2
     call = {}
     for name, t in zip("qkv", (q, k, v), strict=True):
-        call[name], call[f"{name}_scale"] = quantize(t, per="head")
+        call[name], call[f"{name}_descale"] = quantize(t, per="head")
     return call
 
 

@@ -76,7 +76,7 @@ def call_of(name: str, device: str) -> tuple:
     if tokens:
         for t in "qkv":
             shape = *call[t].shape[:2], -(-call[t].shape[2] // 128)
-            call[f"{t}_scale"] = (torch.rand(shape) + 0.5).to(device)
+            call[f"{t}_descale"] = (torch.rand(shape) + 0.5).to(device)
     if "block_mask" in terms:
         blocks, block, more = terms["block_mask"]
         lengths = call["q"].shape[2], call["k"].shape[2]

@@ -46,7 +46,7 @@ def quantised(*tensors, per=("tokens",) * 3) -> dict:
     """A call of these q, k and v, quantised."""
     call = {}
     for name, t, kind in zip("qkv", tensors, per, strict=True):
-        call[name], call[f"{name}_scale"] = quantize(t, per=kind)
+        call[name], call[f"{name}_descale"] = quantize(t, per=kind)
     return call
 
 

@@ -291,7 +291,7 @@ def test_nothing_outlives_the_object(step, form):
         del first
     else:
         assert len(kept._WITH) == before + (form in ("bool", "torch bsr"))
-        made = [weakref.ref(converted(mask)), weakref.ref(converted(mask).full_index)]
+        made = [weakref.ref(converted(mask)), weakref.ref(converted(mask).full_kv_indices)]
     references = [weakref.ref(mask), *made]
     assert all(ref() is not None for ref in references)
     del mask

@@ -268,7 +268,7 @@ def test_data_that_is_replaced(place):
 
 def test_the_mask_dies_with_the_graph():
     mask, _ = function("cpu")
-    lists = weakref.ref(mask.partial_index)
+    lists = weakref.ref(mask.kv_indices)
     out = block_sparse_attention(*(t.requires_grad_() for t in operands()), mask)
     del mask
     assert lists() is not None

@@ -68,8 +68,8 @@ def calls(device: str) -> dict:
     wide = (64, 64)
     whole = BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool, **f))
 
-    def blocks(partial_count, partial_index, full_count, full_index, **more):
-        mask = BlockMask(partial_count, partial_index, full_count, full_index, lengths=(128, 128))
+    def blocks(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, **more):
+        mask = BlockMask(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, lengths=(128, 128))
         return block_sparse_attention(block_mask=mask, **more)
 
     def matrix(op, crow, col, values, **more):
@@ -91,7 +91,7 @@ def calls(device: str) -> dict:
         return sddmm(pattern=BsrMatrix(crow, col, W.values, (128, 128)), **more)
 
     dense = {"a": normal(128, 64, **f), "b": normal(64, 128, **f)}
-    names = "partial_count", "partial_index", "full_count", "full_index"
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
     return {
         "gemm": (gemm, dense | {"bias": bias, "residual": residual}, (128, 128)),
         "gemm of a Sparse24": (

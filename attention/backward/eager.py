@@ -204,7 +204,7 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None) -> Tensor | None:
 
 def lists_of(mask) -> tuple:
     """A BlockMask's lists by columns, made once."""
-    return Derived.of(mask).get("transposed", mask.partial_count, mask.transposed, tuple)
+    return Derived.of(mask).get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
 
 
 def ranks_of(mask) -> Tensor:
@@ -214,7 +214,7 @@ def ranks_of(mask) -> Tensor:
         listed = torch.logical_or(*mask.tables())
         return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
 
-    return Derived.of(mask).get("ranks", mask.partial_count, make, tuple)[0]
+    return Derived.of(mask).get("ranks", mask.kv_num_blocks, make, tuple)[0]
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
@@ -231,4 +231,4 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
         return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
 
     key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
-    return Derived.of(mask).get(key, mask.partial_count, make, tuple)[0]
+    return Derived.of(mask).get(key, mask.kv_num_blocks, make, tuple)[0]

@@ -46,8 +46,8 @@ class BlockTiles:
 class BlockSource:
     """The lists of a BlockMask. Extents of 1 for the batch or the heads serve all items or heads."""
 
-    index: cute.Tensor  # (B, H, Mq, both widths) int32: partial_index and full_index side by side
-    width: Int32  # of partial_index
+    index: cute.Tensor  # (B, H, Mq, both widths) int32: kv_indices and full_kv_indices side by side
+    width: Int32  # of kv_indices
     mask_tensors: tuple  # what the element mask reads
     tiles_q: cutlass.Constexpr[int]  # query tiles a block
     steps: cutlass.Constexpr[int]  # tiles of K a block

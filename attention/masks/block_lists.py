@@ -121,7 +121,7 @@ def flags(mask) -> Tensor:
     cols = mask.n_block_cols
     parts = [[], [], []]
     tables = []
-    for count, index in ((mask.partial_count, mask.partial_index), (mask.full_count, mask.full_index)):
+    for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
         width = index.shape[-1]
         listed = torch.arange(width, dtype=torch.int32, device=index.device) < count[..., None]
         outside = listed & ((index < 0) | (index >= cols))
@@ -139,16 +139,17 @@ def flags(mask) -> Tensor:
 def first_error(mask) -> str:
     """The first error of a BlockMask's lists. Copies them to the host."""
     cols, tables = mask.n_block_cols, []
-    for name in ("partial", "full"):
-        count, index = (getattr(mask, f"{name}_{part}").cpu() for part in ("count", "index"))
+    for full in ("", "full_"):
+        names = f"{full}kv_num_blocks", f"{full}kv_indices"
+        count, index = (getattr(mask, name).cpu() for name in names)
         width = index.shape[-1]
         for b, h, r in ((count < 0) | (count > width)).nonzero()[:1].tolist():
-            return f"{name}_count[{b}, {h}, {r}] is {count[b, h, r]}; it must be in [0, {width}]"
+            return f"{names[0]}[{b}, {h}, {r}] is {count[b, h, r]}; it must be in [0, {width}]"
         listed = torch.arange(width, device="cpu") < count[..., None]
         for b, h, r, i in (listed & ((index < 0) | (index >= cols))).nonzero()[:1].tolist():
-            return f"{name}_index[{b}, {h}, {r}, {i}] is {index[b, h, r, i]}; it must be in [0, {cols})"
+            return f"{names[1]}[{b}, {h}, {r}, {i}] is {index[b, h, r, i]}; it must be in [0, {cols})"
         for b, h, r, i in ((index[..., 1:] <= index[..., :-1]) & listed[..., 1:]).nonzero()[:1].tolist():
-            place, value, after = f"{name}_index[{b}, {h}, {r}, {i + 1}]", index[b, h, r, i + 1], index[b, h, r, i]
+            place, value, after = f"{names[1]}[{b}, {h}, {r}, {i + 1}]", index[b, h, r, i + 1], index[b, h, r, i]
             return f"{place} is {value} after {after}; blocks of a row must be sorted and without duplicates"
         tables.append(table_of(count, index, cols))
     partial, full = tables

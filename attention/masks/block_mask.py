@@ -27,17 +27,17 @@ from .mask_mods import Band, MaskMod, both, moved
 
 __all__ = ["BlockLists", "BlockMask"]
 
-TABLES = ("partial_count", "partial_index", "full_count", "full_index")
+TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 NAMES = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "derived")
 
 
 class BlockLists(NamedTuple):
-    """The lists of the columns of blocks: which rows of blocks need each. Counts (B, H, Mk), indices (B, H, Mk, Mq)."""
+    """The query blocks that need each KV block: counts (B, H, Mk) and indices (B, H, Mk, Mq), as in FlexAttention."""
 
-    partial_count: Tensor
-    partial_index: Tensor
-    full_count: Tensor
-    full_index: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
 
 
 class BlockMask:
@@ -47,12 +47,12 @@ class BlockMask:
     written to.
 
     Args:
-        partial_count: (B, H, Mq) int32; how many blocks of each row are partial. B and H may be 1: then all items, or
-            all heads, have the same blocks.
-        partial_index: (B, H, Mq, width) int32, width at most Mk; their columns of blocks, strictly increasing; past the
-            count they may hold anything.
-        full_count, full_index: the same of full blocks, with a width of its own; both None: there are none. A block
-            that goes past the last column must not be full; one that goes past the last row may be.
+        kv_num_blocks: (B, H, Mq) int32, the number of partial blocks in each row. B and H may be 1: then all batch
+            items, or all heads, have the same blocks.
+        kv_indices: (B, H, Mq, width) int32, width at most Mk: their columns of blocks, strictly increasing. Entries
+            past the count may hold anything.
+        full_kv_num_blocks, full_kv_indices: the same of full blocks, with a width of its own; both None: there are
+            none. A block that goes past the last column must not be full; one that goes past the last row may be.
         lengths: (Sq, Sk).
         blocksize: (block_q, block_k), each 64 or 128.
         mask_mod: which elements of partial blocks are seen: a function of (b, h, q, kv) that torch can trace, see
@@ -67,10 +67,10 @@ class BlockMask:
         RuntimeError: check is True while a CUDA graph is captured or torch.compile traces, which cannot synchronize.
     """
 
-    partial_count: Tensor  # (B, H, Mq)
-    partial_index: Tensor  # (B, H, Mq, width)
-    full_count: Tensor  # (B, H, Mq)
-    full_index: Tensor  # (B, H, Mq, width)
+    kv_num_blocks: Tensor  # (B, H, Mq)
+    kv_indices: Tensor  # (B, H, Mq, width)
+    full_kv_num_blocks: Tensor  # (B, H, Mq)
+    full_kv_indices: Tensor  # (B, H, Mq, width)
     lengths: tuple[int, int]  # (Sq, Sk)
     blocksize: tuple[int, int]  # (block_q, block_k)
     mask_mod: MaskMod | None
@@ -83,10 +83,10 @@ class BlockMask:
 
     def __init__(
         self,
-        partial_count: Tensor,
-        partial_index: Tensor,
-        full_count: Tensor | None = None,
-        full_index: Tensor | None = None,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
         *,
         lengths: Sequence[int],
         blocksize: Sequence[int] = (128, 128),
@@ -96,33 +96,30 @@ class BlockMask:
         lengths, blocksize, rows, cols = grid(lengths, blocksize)
         if mask_mod is not None and not callable(mask_mod):
             raise TypeError(f"mask_mod must be a function of (b, h, q, kv) or None, got {type(mask_mod).__name__}")
-        if (full_count is None) != (full_index is None):
-            raise ValueError("give both full_count and full_index, or neither")
-        if full_count is None and isinstance(partial_count, Tensor):
-            full_count, full_index = (
-                torch.zeros_like(partial_count),
-                partial_index,
-            )  # entries past the count may be anything
-        tables = dict(zip(TABLES, (partial_count, partial_index, full_count, full_index), strict=True))
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise ValueError("give both full_kv_num_blocks and full_kv_indices, or neither")
+        if full_kv_num_blocks is None and isinstance(kv_num_blocks, Tensor):
+            full_kv_num_blocks, full_kv_indices = torch.zeros_like(kv_num_blocks), kv_indices  # no entry is read
+        tables = dict(zip(TABLES, (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices), strict=True))
         for name, t in tables.items():
             if not is_strided(t) or t.dtype is not torch.int32:
                 raise TypeError(f"{name} must be a strided int32 tensor, got {describe(t)}")
-            kind = "(B, H, Mq)" if name.endswith("count") else "(B, H, Mq, width)"
-            if t.dim() != (3 if name.endswith("count") else 4):
+            kind = "(B, H, Mq)" if name.endswith("num_blocks") else "(B, H, Mq, width)"
+            if t.dim() != (3 if name.endswith("num_blocks") else 4):
                 raise ValueError(f"{name} must be {kind}, got shape {tuple(t.shape)}")
-            if t.device != partial_count.device:
-                raise ValueError(f"{name} is on {t.device}, partial_count on {partial_count.device}; move one")
+            if t.device != kv_num_blocks.device:
+                raise ValueError(f"{name} is on {t.device}, kv_num_blocks on {kv_num_blocks.device}; move one")
             if not t.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
-            if t.shape[:3] != (*partial_count.shape[:2], rows):
-                needed = (*partial_count.shape[:2], rows, *t.shape[3:])
+            if t.shape[:3] != (*kv_num_blocks.shape[:2], rows):
+                needed = (*kv_num_blocks.shape[:2], rows, *t.shape[3:])
                 raise ValueError(f"{name} has shape {tuple(t.shape)}; {lengths[0]} rows in {blocksize} need {needed}")
             if t.shape[3:] and t.shape[3] > cols:
                 raise ValueError(f"{name} has room for {t.shape[3]} blocks in a row, which has only {cols}")
-        if 0 in partial_count.shape[:2]:
-            raise ValueError(f"B and H must be at least 1, got partial_count of shape {tuple(partial_count.shape)}")
+        if 0 in kv_num_blocks.shape[:2]:
+            raise ValueError(f"B and H must be at least 1, got kv_num_blocks of shape {tuple(kv_num_blocks.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
-        self._set(batch=partial_count.shape[0], heads=partial_count.shape[1], n_block_rows=rows, n_block_cols=cols)
+        self._set(batch=kv_num_blocks.shape[0], heads=kv_num_blocks.shape[1], n_block_rows=rows, n_block_cols=cols)
         self._set(derived=None)
         if check:
             self._check()
@@ -367,12 +364,12 @@ class BlockMask:
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronise."""
-        partial = block_lists.table_of(self.partial_count, self.partial_index, self.n_block_cols)
-        return partial, block_lists.table_of(self.full_count, self.full_index, self.n_block_cols)
+        partial = block_lists.table_of(self.kv_num_blocks, self.kv_indices, self.n_block_cols)
+        return partial, block_lists.table_of(self.full_kv_num_blocks, self.full_kv_indices, self.n_block_cols)
 
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four tensors that hold it: partial_count, partial_index, full_count and full_index."""
-        return self.partial_count, self.partial_index, self.full_count, self.full_index
+        """The four tensors that hold it: kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices."""
+        return self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
 
     def transposed(self) -> BlockLists:
         """For each column of blocks, which rows of blocks need it. Does not synchronise."""
@@ -405,8 +402,8 @@ class BlockMask:
 
     def block_density(self) -> float:
         """Listed blocks over all blocks; 0.0 where there are none. Synchronises."""
-        blocks = self.partial_count.numel() * self.n_block_cols
-        return (self.partial_count.sum() + self.full_count.sum()).item() / max(blocks, 1)
+        blocks = self.kv_num_blocks.numel() * self.n_block_cols
+        return (self.kv_num_blocks.sum() + self.full_kv_num_blocks.sum()).item() / max(blocks, 1)
 
     def to_flex(self) -> FlexBlockMask:
         """The same as a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
@@ -423,7 +420,7 @@ class BlockMask:
     @property
     def device(self) -> torch.device:
         """Where all tensors are."""
-        return self.partial_count.device
+        return self.kv_num_blocks.device
 
     def __repr__(self) -> str:
         facts = f"batch={self.batch}, heads={self.heads}, lengths={self.lengths}, blocksize={self.blocksize}"
