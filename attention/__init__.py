@@ -2,7 +2,7 @@
 
 from . import score_mods
 from .masks import mask_mods, patterns
-from .masks.block_mask import BlockMask
+from .masks.block_mask import BlockMask, create_block_mask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
 
@@ -10,6 +10,7 @@ __all__ = [
     "BlockMask",
     "attention",
     "block_sparse_attention",
+    "create_block_mask",
     "mask_mods",
     "patterns",
     "scaled_dot_product_attention",

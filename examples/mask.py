@@ -5,7 +5,7 @@ and the first 64 tokens of the sequence, which all share:
 
     seen(q, kv) = kv <= q and (document[q] == document[kv] or kv < 64)
 
-`BlockMask.from_mask_mod` calls the function once for all positions and sorts 128 x 128 blocks of scores into three
+`create_block_mask` calls the function once for all positions and sorts 128 x 128 blocks of scores into three
 kinds: none is seen, and the block is neither loaded nor multiplied; all are seen, and it needs no mask; or some are,
 and then the kernel computes the function for each score. Torch traces it; what it captures may be numbers, which become
 constants of the kernel, and tensors, which the kernel reads at each call.
@@ -15,7 +15,7 @@ constants of the kernel, and tensors, which the kernel reads at each call.
 
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 
 from .show import DEVICE, compare, inspect_call, measure, normal, refused
 
@@ -30,7 +30,7 @@ def mask_of(document: torch.Tensor) -> BlockMask:
     def seen(b, h, q, kv):
         return (kv <= q) & ((document[q] == document[kv]) | (kv < SHARED))
 
-    return BlockMask.from_mask_mod(seen, (len(document), len(document)), device=document.device)
+    return create_block_mask(seen, None, None, len(document), len(document), device=document.device)
 
 
 def operands(length: int, device: str = DEVICE):
@@ -65,8 +65,8 @@ def errors() -> None:
     q, k, v, mask = operands(256)
     other = mask_of(torch.zeros(128, dtype=torch.long, device=DEVICE))
     refused(lambda: block_sparse_attention(q, k, v, other))
-    refused(lambda: BlockMask.from_mask_mod(lambda b, h, q, kv: q - kv, (256, 256)))
-    refused(lambda: BlockMask.from_mask_mod(lambda b, h, q, kv: kv <= q if q.max() > 0 else kv == q, (256, 256)))
+    refused(lambda: create_block_mask(lambda b, h, q, kv: q - kv, None, None, 256, 256))
+    refused(lambda: create_block_mask(lambda b, h, q, kv: kv <= q if q.max() > 0 else kv == q, None, None, 256, 256))
 
 
 # Measurement

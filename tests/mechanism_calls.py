@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from attention import BlockMask, attention, block_sparse_attention, scaled_dot_product_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, scaled_dot_product_attention
 from sparse_collective import BsrMatrix, bsr_gated_linear
 
 from . import fuzz_attention, products
@@ -284,7 +284,7 @@ def mask_of(form: str, blocks: Tensor, blocksize, lengths, draw: random.Random, 
             return (q - kv).abs() < reach[q]
 
         away = torch.arange(lengths[0], device=device)[:, None] - torch.arange(lengths[1], device=device)
-        mask = BlockMask.from_mask_mod(near, lengths, blocksize, device=device)
+        mask = create_block_mask(near, None, None, *lengths, device=device, BLOCK_SIZE=blocksize)
         mask = mask.to_flex() if "flex" in form else mask
         return away.abs() < reach[: lengths[0], None], mask, [("reach", lambda: reach.sub_(3), True)]
     seen = elements(blocks, blocksize, lengths)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention, patterns, reference
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, patterns, reference
 from attention.checks import tma_ready
 from cute_kernels import explain
 from cute_kernels.runtime.device import assume
@@ -148,7 +148,7 @@ full, full_packed = reference.attention, reference.attention_packed
 COUNT, INDEX = int32(1, 2, 3), int32(1, 2, 3, 4)
 IDS = INDEX[0, 0, 0]
 LISTS = {"lengths": (384, 512)}
-of_blocks, of_mod, lines = BlockMask.from_blocks, BlockMask.from_mask_mod, patterns.vertical_slash
+of_blocks, of_mod, lines = BlockMask.from_blocks, create_block_mask, patterns.vertical_slash
 window = patterns.sliding_window
 small = {"lengths": (8, 8)}
 # fmt: off
@@ -189,7 +189,7 @@ REFUSED = {
     "empty": (lambda: BlockMask(COUNT[:0], INDEX[:0], **LISTS), ValueError, "B and H must be at least 1"),
     "block": (lambda: BlockMask(COUNT, INDEX, blocksize=(96, 128), **LISTS), ValueError, "block_q is 96; .* 128"),
     "mask_mod": (lambda: BlockMask(COUNT, INDEX, mask_mod=3, **LISTS), TypeError, "function of .* got int"),
-    "mod's type": (lambda: of_mod(lambda b, h, q, kv: q - kv, (64, 64)), TypeError,
+    "mod's type": (lambda: of_mod(lambda b, h, q, kv: q - kv, None, None, 64, 64), TypeError,
                    "must return a bool tensor, got a tensor of torch.int32"),
     "blocks dtype": (lambda: of_blocks(INDEX), TypeError, "blocks must be a strided bool tensor"),
     "blocks dims": (lambda: of_blocks(IDS > 0), ValueError, "blocks must be .Mq, Mk"),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as nnf
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.backward import problem, q_tiles
 from attention.backward.choose import pick
 from attention.backward.config import BackwardFacts
@@ -33,7 +33,7 @@ MACHINES = [
 
 def documents(device):
     ids = torch.arange(300, device=device, dtype=torch.int32) * 7 % 300 // 75
-    return BlockMask.from_mask_mod(SameDocument(ids, ids, False), (300, 300), (128, 128), device=device)
+    return create_block_mask(SameDocument(ids, ids, False), None, None, 300, 300, device=device)
 
 
 def blocks(sides, lengths, heads=1, device="cpu", **options):
@@ -82,7 +82,7 @@ CASES = {
     ),
     "mask_mod": lambda d: (
         *qkv(300, 300, 64, B=1, H=2, device=d),
-        {"block_mask": BlockMask.from_mask_mod(by_head, (300, 300), (128, 128), heads=2, device=d)},
+        {"block_mask": create_block_mask(by_head, None, 2, 300, 300, device=d)},
     ),
     "sinks": lambda d: (*qkv(300, 100, 64, B=2, device=d), {"causal": True, "sinks": sinks(d)}),
     "sinks, left bound, cap": lambda d: (
@@ -397,7 +397,7 @@ def test_no_gradient_where_there_is_nothing_to_see():
 
 @pytest.mark.parametrize("name", ["attention", "block mask", "FlexAttention's mask"])
 def test_gradients_under_torch_compile(name):
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
     q, k, v = (t.requires_grad_() for t in qkv(130, 140, 16, dtype=torch.float32))
     if name == "attention":
@@ -407,7 +407,7 @@ def test_gradients_under_torch_compile(name):
     else:
         mask = blocks((128, 128), (130, 140))
         if name != "block mask":
-            mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 130, 140, device="cpu")
+            mask = create_flex_mask(lambda b, h, q, kv: q >= kv, None, None, 130, 140, device="cpu")
 
         def call(q, k, v):
             return block_sparse_attention(q, k, v, mask)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attention import BlockMask, attention, block_sparse_attention, mask_mods, patterns, torch_op
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, mask_mods, patterns, torch_op
 from attention.masks import mask_text
 
 from .attention_parts import BF16, cache, of_one_projection, packed, qkv, rows_first
@@ -72,8 +72,8 @@ def masks() -> list[BlockMask]:
         BlockMask.from_blocks(torch.tensor([[True, False], [True, True]]), lengths=lengths),
         patterns.sliding_window(lengths, (30, 4)),
         patterns.documents(ids, causal=True),
-        BlockMask.from_mask_mod(lambda b, h, q, kv: (q - kv) % 3 == 0, lengths),
-        BlockMask.from_mask_mod(lambda b, h, q, kv: (q + h) % 3 > b, lengths, batch=2, heads=4).with_causal(),
+        create_block_mask(lambda b, h, q, kv: (q - kv) % 3 == 0, None, None, *lengths),
+        create_block_mask(lambda b, h, q, kv: (q + h) % 3 > b, 2, 4, *lengths).with_causal(),
     ]
 
 
@@ -266,7 +266,7 @@ def test_functions_are_told_apart(backend, wrapped):
     (step, graphs), call, functions = sparse(backend), qkv(), [every(2), every(3)]
     for i in (0, 1, 0, 1):
         mask_mod = mask_mods.And(functions[i], mask_mods.Band(None, 50)) if wrapped else functions[i]
-        mask = BlockMask.from_mask_mod(mask_mod, (200, 200))
+        mask = create_block_mask(mask_mod, None, None, 200, 200)
         assert same(step(*call, mask), block_sparse_attention(*call, mask))
     assert graphs.frame_count == 2
 
@@ -275,7 +275,7 @@ def test_functions_are_told_apart(backend, wrapped):
 def test_a_function_that_captures_a_tensor(backend):
     """What is in the tensor when the graph runs counts; and a mask that the compiled function captures."""
     (step, _), call, ids = sparse(backend), qkv(), torch.arange(200) // 70
-    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: ids[q] >= ids[kv], (200, 200))
+    mask = create_block_mask(lambda b, h, q, kv: ids[q] >= ids[kv], None, None, 200, 200)
     captured = compiled(lambda *args: block_sparse_attention(*args, mask), backend)
     for _ in range(2):
         assert torch.equal(step(*call, mask), block_sparse_attention(*call, mask))
@@ -317,7 +317,7 @@ def test_refused_under_compile(change, terms, text):
 def mask_of_a_generator():
     """A mask_mod that captures what has no text."""
     ids, numbers = torch.zeros(N, dtype=torch.int32), iter(range(9))
-    return BlockMask.from_mask_mod(lambda b, h, q, kv: (ids[q] == ids[kv]) | (numbers is None), (N, N))
+    return create_block_mask(lambda b, h, q, kv: (ids[q] == ids[kv]) | (numbers is None), None, None, N, N)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def mask_of_a_generator():
         (lambda: [FIRST], "under torch.compile block_mask must be a BlockMask, Flex.* got list"),
         (mask_of_a_generator, "a mask_mod is a function or a dataclass, and captures tensors, .* not a .*_iterator"),
         (lambda: torch.ones(3, 3), "blocks must be a strided bool tensor"),
-        (lambda: create_block_mask(by_head, 2, 4, N, N, device="cpu", BLOCK_SIZE=256), "64 or 128"),
+        (lambda: create_flex_mask(by_head, 2, 4, N, N, device="cpu", BLOCK_SIZE=256), "64 or 128"),
         (lambda: held("torch bsr"), "torch.compile does not support sparse Tensors"),
     ],
 )

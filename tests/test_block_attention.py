@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attention import BlockMask, block_sparse, block_sparse_attention, patterns
+from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, patterns
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 
@@ -95,7 +95,7 @@ def test_any_documents(where, data):
 @pytest.mark.gpu
 def test_flex_attention_s_mask(path):
     q, k, v = qkv(512, 640, device="cuda")
-    flex = create_block_mask(by_head, 2, 4, 512, 640, device="cuda")
+    flex = create_flex_mask(by_head, 2, 4, 512, 640, device="cuda")
     mask = BlockMask.from_flex(flex)
     assert torch.equal(block_sparse_attention(q, k, v, flex), block_sparse_attention(q, k, v, mask))
     check(q, k, v, block_mask=mask)
@@ -175,7 +175,7 @@ def test_causal_bound_that_becomes_an_argument(place):
         reach = torch.arange(rows, device=place) + 1
         near = lambda b, h, q, kv, reach=reach: (q - kv).abs() < reach[q]  # noqa: E731
         q, kv = normal(1, 2, rows, 64, device=place), normal(1, 2, cols, 64, device=place)
-        mask = BlockMask.from_mask_mod(near, (rows, cols), device=place)
+        mask = create_block_mask(near, None, None, rows, cols, device=place)
         found = block_sparse_attention(q, kv, kv, mask, causal=True)
         i, j = torch.arange(rows, device=place)[:, None], torch.arange(cols, device=place)
         seen = ((i - j).abs() < i + 1) & (j <= i + cols - rows)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
 from attention.masks import block_lists, patterns
-from attention.masks.block_mask import BlockMask
+from attention.masks.block_mask import BlockMask, create_block_mask
 from attention.masks.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
 from sparse_collective.bsr import BsrMatrix, random_bsr
 from tests.mask_parts import BLOCKSIZES, assert_exact, blocksizes, by_head, elements, fuzz, lengths_, positions
@@ -98,7 +98,7 @@ def test_check_agrees_with_a_plain_loop(data):
             right &= not (full and cut and cols - 1 in row)
             seen[r] |= set(row)
         tables += [torch.tensor([[count]], dtype=torch.int32), torch.tensor([[index]], dtype=torch.int32)]
-    with contextlib.nullcontext() if right else pytest.raises(ValueError, match="partial|full"):
+    with contextlib.nullcontext() if right else pytest.raises(ValueError, match="kv_|partial|full"):
         BlockMask(*tables, lengths=(64 * rows, 64 * cols - cut), blocksize=(64, 64))
 
 
@@ -170,8 +170,8 @@ def block_pattern(matrix):
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("lengths", [(256, 384), (128, 200), (200, 333)])
 def test_as_flex_attention(lengths, blocksize):
-    flex = create_block_mask(by_head, 2, 3, *lengths, device="cpu", BLOCK_SIZE=blocksize)
-    ours = BlockMask.from_mask_mod(by_head, lengths, blocksize, batch=2, heads=3)
+    flex = create_flex_mask(by_head, 2, 3, *lengths, device="cpu", BLOCK_SIZE=blocksize)
+    ours = create_block_mask(by_head, 2, 3, *lengths, BLOCK_SIZE=blocksize)
     theirs = BlockMask.from_flex(flex, check=True)
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for a, b in zip(ours.tables(), theirs.tables(), strict=True):
@@ -206,7 +206,7 @@ def test_flex_masks_made_by_hand():
     with pytest.raises(ValueError, match=r"kv_indices\[0, 0, 1, 1\] is 0 after 1"):
         BlockMask.from_flex(unsorted, check=True)
     with pytest.raises(ValueError, match="block_q is 256"):
-        BlockMask.from_flex(create_block_mask(by_head, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=256))
+        BlockMask.from_flex(create_flex_mask(by_head, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=256))
     with pytest.raises(TypeError, match="FlexAttention's BlockMask, got BlockMask"):
         BlockMask.from_flex(mask)
 
@@ -214,7 +214,7 @@ def test_flex_masks_made_by_hand():
 @pytest.mark.parametrize("chunk", [1, 100_000, 2**25])
 def test_parts_do_not_change_the_result(chunk, monkeypatch):
     monkeypatch.setattr(block_lists, "CHUNK", chunk)
-    mask = BlockMask.from_mask_mod(by_head, (300, 500), (64, 128), batch=2, heads=2)
+    mask = create_block_mask(by_head, 2, 2, 300, 500, BLOCK_SIZE=(64, 128))
     b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
     assert_exact(mask, by_head(b, h, torch.arange(300)[:, None], torch.arange(500)))
     p, kv = positions(300, 500)
@@ -223,7 +223,7 @@ def test_parts_do_not_change_the_result(chunk, monkeypatch):
 
 def test_mask_mods_that_depend_on_little():
     for mask_mod in (lambda b, h, q, kv: kv < 100, lambda b, h, q, kv: q >= 100, lambda b, h, q, kv: h == 1):
-        mask = BlockMask.from_mask_mod(mask_mod, (130, 200), (64, 64), heads=2)
+        mask = create_block_mask(mask_mod, None, 2, 130, 200, BLOCK_SIZE=(64, 64))
         h, q, kv = torch.arange(2)[:, None, None], torch.arange(130)[:, None], torch.arange(200)
         assert_exact(mask, mask_mod(0, h, q, kv).expand(1, 2, 130, 200))
 
@@ -251,7 +251,7 @@ def test_with_causal(blocksize):
 
 
 def test_transposed():
-    mask = BlockMask.from_mask_mod(by_head, (300, 500), (64, 128), batch=2, heads=2)
+    mask = create_block_mask(by_head, 2, 2, 300, 500, BLOCK_SIZE=(64, 128))
     lists = mask.transposed()
     for count, index, table in zip(lists[::2], lists[1::2], mask.tables(), strict=True):
         assert count.shape == (2, 2, 4) and index.shape == (2, 2, 4, 5)
@@ -275,7 +275,7 @@ def test_pickle():
     assert torch.equal(again.to_dense(), mask.to_dense())
     assert again.mask_mod == mask.mask_mod and hash(again.mask_mod) == hash(mask.mask_mod)
     with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, (64, 64), (64, 64)))
+        pickle.dumps(create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, BLOCK_SIZE=(64, 64)))
 
 
 def test_to_moves_the_masks_tensors():
@@ -293,7 +293,7 @@ def test_without_elements(lengths):
     for mask in (
         patterns.causal(lengths),
         patterns.sliding_window(lengths, (3, 3), global_columns=2, global_rows=2),
-        BlockMask.from_mask_mod(by_head, lengths),
+        create_block_mask(by_head, None, None, *lengths),
         patterns.dilated_blocks(lengths, 2),
         patterns.vertical_slash(torch.tensor([3]), torch.tensor([3]), lengths=lengths),
         patterns.packed_documents(torch.tensor([0, 0, 0]), lengths=lengths),
@@ -308,4 +308,5 @@ def test_windows():
     assert window_bounds((-1, 5)) == (None, 5) and window_bounds((3, 5), True) == (3, 0)
     assert window_bounds((2**31, None)) == (None, None)
     assert Band(3, 0, 2) == Band(3, 0, 2) and GlobalTokens(1, 2) != GlobalTokens(2, 1)
-    assert BlockMask.from_mask_mod(Band(None, None), (65, 128), (64, 64)).full_kv_num_blocks.tolist() == [[[2, 2]]]
+    whole = create_block_mask(Band(None, None), None, None, 65, 128, BLOCK_SIZE=64)
+    assert whole.full_kv_num_blocks.tolist() == [[[2, 2]]]

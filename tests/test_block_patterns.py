@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
 from attention.masks import patterns
-from attention.masks.block_mask import BlockMask
+from attention.masks.block_mask import BlockMask, create_block_mask
 from sparse_collective.bsr import random_bsr
 from tests.bsr_parts import NEEDS_GPU
 from tests.mask_parts import (
@@ -160,7 +160,7 @@ def every_constructor(device, flex, bsr):
     yield lambda: BlockMask.from_blocks(scores > 0.5, lengths=(300, 500), causal=True)
     yield lambda: BlockMask.from_bsr(bsr)
     yield lambda: BlockMask.from_flex(flex)
-    yield lambda: BlockMask.from_mask_mod(by_head, (300, 500), heads=2, device=device)
+    yield lambda: create_block_mask(by_head, None, 2, 300, 500, device=device)
     yield lambda: patterns.causal((300, 500), device=device)
     tokens = {"global_columns": 3, "global_rows": 3}
     yield lambda: patterns.sliding_window((300, 500), (9, 9), **tokens, causal=True, device=device)
@@ -173,7 +173,7 @@ def every_constructor(device, flex, bsr):
 
 
 def test_constructors_do_not_wait(monkeypatch):
-    flex = create_block_mask(by_head, 1, 2, 300, 500, device="cpu")
+    flex = create_flex_mask(by_head, 1, 2, 300, 500, device="cpu")
     for make in every_constructor("cpu", flex, random_bsr((256, 384), (64, 128), per_row=1)):
         with no_synchronisation(monkeypatch):
             mask = make()
@@ -184,7 +184,7 @@ class TestCuda:
     pytestmark = NEEDS_GPU
 
     def test_constructors_do_not_wait(self):
-        flex = create_block_mask(by_head, 1, 2, 300, 500, device="cuda")
+        flex = create_flex_mask(by_head, 1, 2, 300, 500, device="cuda")
         bsr = random_bsr((256, 384), (64, 128), per_row=1, device="cuda")
         for make in every_constructor("cuda", flex, bsr):
             torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Parts and intersections of block masks: crop, mask[...], mask & other; packed sequences and pages by them."""
+"""Parts and combinations of block masks: crop, mask[...], mask & other, mask | other; packed sequences and pages."""
 
 import re
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attention import BlockMask, attention, block_sparse_attention, patterns
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, patterns
 
 from .attention_parts import packed, qkv
 from .mask_parts import random_mask
@@ -34,7 +34,7 @@ def captures(device="cpu", batch=2):
 
 
 def whole(device="cpu", blocksize=(64, 128)) -> BlockMask:
-    return BlockMask.from_mask_mod(captures(device), LENGTHS, blocksize, batch=2, heads=4, device=device)
+    return create_block_mask(captures(device), 2, 4, *LENGTHS, device=device, BLOCK_SIZE=blocksize)
 
 
 def as_slice(part):
@@ -75,7 +75,7 @@ def test_slices_see_their_part(index):
 
 
 def test_rows_by_a_tensor(place):
-    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: kv <= q, (512, 512), device=place)
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q, None, None, 512, 512, device=place)
     part = mask[:, :, torch.tensor([3, 1], dtype=torch.int32, device=place)]
     dense = mask.to_dense().unflatten(2, (4, 128))
     assert part.lengths == (256, 512) and torch.equal(part.to_dense(), dense[:, :, [3, 1]].flatten(2, 3))
@@ -139,8 +139,8 @@ def masks_of_more(place) -> dict:
     def mask_mod(b, h, q, kv):
         return (ids[q] == ids[kv]) & (q >= kv)
 
-    mask = BlockMask.from_mask_mod(mask_mod, (512, 512), device=place)
-    flex = create_block_mask(mask_mod, None, None, 512, 512, device=place)
+    mask = create_block_mask(mask_mod, None, None, 512, 512, device=place)
+    flex = create_flex_mask(mask_mod, None, None, 512, 512, device=place)
     return {"lists": mask, "flex": flex, "causal": patterns.causal((512, 512), device=place)}
 
 
@@ -203,6 +203,33 @@ def test_intersections():
         mask & 3
 
 
+def test_unions():
+    window = patterns.sliding_window(LENGTHS, (50, 0), (64, 128))
+    blocks, mask = random_mask(LENGTHS, (64, 128), mask_mod=None), whole()
+    # Its function sees all elements, also in blocks that it does not list.
+    chosen = random_mask(LENGTHS, (64, 128), mask_mod=lambda b, h, q, kv: (q + kv + h) % 3 > 0)
+    for first, second in ((mask, window), (blocks, window), (chosen, window), (chosen, blocks), (chosen, mask)):
+        expected = first.to_dense() | second.to_dense()
+        assert torch.equal((first | second).to_dense(), expected) and torch.equal((second | first).to_dense(), expected)
+    first, second = (BlockMask.from_blocks(t, mask_mod=chosen.mask_mod) for t in torch.rand(2, 3, 3) > 0.5)
+    assert (first | second).mask_mod is chosen.mask_mod
+    assert torch.equal((first | second).to_dense(), first.to_dense() | second.to_dense())
+    with pytest.raises(ValueError, match=r"both masks of mask \| other must have the same blocksize"):
+        mask | patterns.causal(LENGTHS)
+    with pytest.raises(TypeError):
+        mask | 3
+
+
+def test_attention_over_a_union(place):
+    q, k, v = qkv(S, S, heads=4, device=place)
+    blocks = (torch.rand(1, 4, 4, 4) > 0.6).to(place)
+    first = BlockMask.from_blocks(blocks, lengths=(S, S), mask_mod=lambda b, h, q, kv: (q + kv) % 3 > 0)
+    mask = first | patterns.sliding_window((S, S), (50, 0), device=place)
+    out = block_sparse_attention(q, k, v, mask)
+    expected = block_sparse_attention(q, k, v, BlockMask.from_elements(mask.to_dense()))
+    torch.testing.assert_close(out, expected)
+
+
 @dataclass(frozen=True)
 class Documents:
     """Of a dataclass that compares its tensors."""
@@ -214,7 +241,7 @@ class Documents:
 
 
 def test_intersection_of_masks_of_one_class():
-    masks = [BlockMask.from_mask_mod(Documents(torch.arange(S) // size), (S, S)) for size in (70, 100)]
+    masks = [create_block_mask(Documents(torch.arange(S) // size), None, None, S, S) for size in (70, 100)]
     first, second = (mask.to_dense() for mask in masks)
     assert torch.equal((masks[0] & masks[1]).to_dense(), first & second)
 
@@ -236,7 +263,7 @@ def test_pages(place):
     q, page_table = qkv(3, 1, device=place)[0], torch.tensor([[4, 1, 0], [3, 5, 2]], dtype=torch.int32, device=place)
     k, v = (normal(6, 2, 64, 64, device=place).to(q.dtype) for _ in range(2))
     lengths = torch.tensor([150, 70], dtype=torch.int32, device=place)
-    mask = BlockMask.from_mask_mod(lambda b, h, q, kv: kv <= q + lengths[b] - 3, (3, 192), batch=2, device=place)
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q + lengths[b] - 3, 2, None, 3, 192, device=place)
     with pytest.raises(TypeError, match="gather the pages"):
         block_sparse_attention(q, k, v, mask, seqused_k=lengths, page_table=page_table)
     gathered = (t.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3) for t in (k, v))

@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import BlockMask, attention, block_sparse_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.score_mods import Alibi, Bias
 from cute_kernels import gemm
 from integrations.transformers.block_masks import BlockMasks
@@ -34,7 +34,7 @@ def calls(place: str, score_mods: bool) -> dict:
     experts = BsrMatrix.stack([pattern((64, 64), (32, 32)) for _ in range(2)])
     groups = torch.tensor([1, 0], dtype=torch.int32, **kind)
     slope, reach, blocks = torch.rand(2, **kind), torch.arange(LENGTH, **kind), torch.ones(1, 1, **kind) > 0
-    near = BlockMask.from_mask_mod(lambda b, h, q, kv: (q - kv).abs() < reach[q], (LENGTH, LENGTH), device=place)
+    near = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < reach[q], None, None, LENGTH, LENGTH, device=place)
 
     def masked(mask, **more):
         return lambda q: block_sparse_attention(q, q, q, mask, **more), q

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from attention import BlockMask, attention, block_sparse_attention
+from attention import attention, block_sparse_attention, create_block_mask
 from attention.score_mods import Alibi, RelativeBias
 from cute_kernels import gemm
 
@@ -79,7 +79,7 @@ def test_functions_that_capture_subclasses(convert, place):
         found = []
         for captured in (convert(reach), reach):
             near = lambda b, h, q, kv, t=captured: (q - kv).abs() < read(t, q)  # noqa: B023, E731
-            out = block_sparse_attention(q, q, q, BlockMask.from_mask_mod(near, (16, 16), device=place))
+            out = block_sparse_attention(q, q, q, create_block_mask(near, None, None, 16, 16, device=place))
             found.append((out.inner if isinstance(out, Wrapper) else out).as_subclass(torch.Tensor))
         torch.testing.assert_close(*found)
     a, scale = normal(16, 16, device=place), torch.tensor(3.0, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention
+from attention import attention, block_sparse_attention, create_block_mask
 from attention.decode import choose as decode
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.runtime.compile import compile_for
@@ -98,7 +98,7 @@ def test_attention(path):
 
 @PATHS
 def test_attention_of_blocks(path):
-    mask = BlockMask.from_mask_mod(lambda b, h, q, k: (q + 70 >= k) & (k % 192 < 128), (200, 384))
+    mask = create_block_mask(lambda b, h, q, k: (q + 70 >= k) & (k % 192 < 128), None, None, 200, 384)
     check(path, *qkv(200, 384, B=1), block_mask=mask)
 
 

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.forward import choose
 from attention.forward.config import Float8Facts
 from attention.forward.values_inside import CONVERTERS, PIECE, ValuesInside, swizzled
@@ -181,7 +181,7 @@ def test_what_does_not_convert():
     assert "V of bfloat16 is not converted" in unsupported(replace(facts, given_v="bfloat16"))
     assert "with fast sums, is not converted" in unsupported(replace(facts, fast=True))
     rows = torch.zeros(500, dtype=torch.int32)
-    mask = BlockMask.from_mask_mod(And(RowRange(rows, rows + 1), Band(None, 0, 3)), (300, 500))
+    mask = create_block_mask(And(RowRange(rows, rows + 1), Band(None, 0, 3)), None, None, 300, 500)
     call = {name: torch.zeros(1, 2, n, 128).to(E4M3) for name, n in (("q", 300), ("k", 500), ("v", 500))}
     with converting(True), assume("sm_90"):
         assert not explain(attention, **call, **FAST).facts.converts

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention, scaled_dot_product_attention
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, scaled_dot_product_attention
 from attention.forward import choose
 from attention.forward.catalogue import EXTENTS, of_tokens
 from attention.forward.config import SCALE_TOKENS, Float8Facts
@@ -200,7 +200,7 @@ def test_block_masks_on_the_emulator(block, fast):
 def test_masks_that_read_tensors_on_the_emulator(D, block, columns):
     """They have narrower tiles by default."""
     begin = torch.arange(130, dtype=torch.int32) % 70
-    mask = BlockMask.from_mask_mod(RowRange(begin, begin + 150), (130, 300), block)
+    mask = create_block_mask(RowRange(begin, begin + 150), None, None, 130, 300, BLOCK_SIZE=block)
     with on_emulator("sm_90", sms=2, seed=1):
         plan = check(case(D=D, Sq=130, Sk=300, **ONE) | {"block_mask": mask}, exact=False)
     assert plan.facts.config.tile_n == columns

@@ -175,7 +175,7 @@ def test_tensors_name_their_device():
                 # **kind may have a device
                 if not any(keyword.arg in ("device", None) for keyword in node.keywords):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    (default,) = found  # BlockMask.from_mask_mod asks for the default device
+    (default,) = found  # create_block_mask asks for the default device
     assert default.startswith("attention/masks/block_mask.py:")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attention import BlockMask, attention, block_sparse_attention, function_text
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, function_text
 from cute_kernels.traced import global_state
 
 from .mask_parts import N, operands
@@ -124,7 +124,7 @@ def through_fixture(request):
 
 def forward(run, mask_mod, device="cpu"):
     call = [t.requires_grad_() for t in operands(device)]
-    mask = BlockMask.from_mask_mod(mask_mod, (N, N), heads=4, device=device)
+    mask = create_block_mask(mask_mod, None, 4, N, N, device=device)
     out, dout = run(*call, mask), torch.randn_like(call[0])
     return out, dout, call, gradients_of_truth(call, mask.to_dense(), dout)
 
@@ -157,7 +157,7 @@ def test_what_globals_lead_to(through, backend):
 
 def test_what_globals_lead_to_under_vjp(through):
     _, mask_mod, change = through
-    call, mask = [t.requires_grad_() for t in operands()], BlockMask.from_mask_mod(mask_mod, (N, N), heads=4)
+    call, mask = [t.requires_grad_() for t in operands()], create_block_mask(mask_mod, None, 4, N, N)
     dout = torch.randn_like(call[0])
     want = gradients_of_truth(call, mask.to_dense(), dout)
     _, pull = torch.func.vjp(lambda *args: block_sparse_attention(*args, mask), *[t.detach() for t in call])
@@ -256,7 +256,7 @@ def test_globals_that_the_compiled_function_writes(mask_mod, write):
         write(n)
         return block_sparse_attention(q, k, v, mask)
 
-    mask = BlockMask.from_mask_mod(mask_mod, (N, N))
+    mask = create_block_mask(mask_mod, None, None, N, N)
     call = operands()
     try:
         out = torch.compile(attend, backend="eager")(*call, mask, 50)

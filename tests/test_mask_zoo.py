@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
+from torch.nn.attention.flex_attention import create_mask
 
-from attention import BlockMask
+from attention import BlockMask, create_block_mask
 from attention.forward.choose import Extents, pick
 from attention.forward.config import BlockKind, FlashFacts
 from attention.masks.element_mask import element_mask
@@ -40,9 +41,9 @@ def truth(name) -> torch.Tensor:
 def test_elements(name):
     mask_mod, seen = masks(CPU)[name], truth(name)
     assert name == "noop" or 0 < seen.sum() < seen.numel()
-    mask = BlockMask.from_mask_mod(mask_mod, lengths(name), batch=BATCH, heads=HEADS)
+    mask = create_block_mask(mask_mod, BATCH, HEADS, *lengths(name))
     assert torch.equal(mask.to_dense(), seen)
-    flex = create_block_mask(mask_mod, BATCH, HEADS, *lengths(name), device="cpu")
+    flex = create_flex_mask(mask_mod, BATCH, HEADS, *lengths(name), device="cpu")
     assert torch.equal(BlockMask.from_flex(flex, check=True).to_dense(), seen)
 
 
@@ -50,8 +51,7 @@ def test_elements(name):
 @pytest.mark.parametrize("where", [pytest.param(("cpu", None), id="reference"), *ON_GPU], indirect=True)
 def test_attention(where, name):
     """Compared with what torch says of the mask, not with what the mask does."""
-    more = {"batch": BATCH, "heads": HEADS, "device": where}
-    mask = BlockMask.from_mask_mod(masks(torch.device(where))[name], lengths(name), **more)
+    mask = create_block_mask(masks(torch.device(where))[name], BATCH, HEADS, *lengths(name), device=where)
     assert torch.equal(mask.to_dense().cpu(), truth(name))
     check(*qkv(*lengths(name), B=BATCH, H=HEADS, device=where), block_mask=mask)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attention import BlockMask, attention, block_sparse_attention, function_text, patterns
+from attention import BlockMask, attention, block_sparse_attention, create_block_mask, function_text, patterns
 from cute_kernels.traced import memo, numbers
 
 from .mask_parts import N, operands
@@ -86,11 +86,11 @@ MASKS = {f.__name__: f for f in (of_tensor, of_number, of_two, of_partial, of_da
 
 
 def flex(mask_mod, device):
-    return create_block_mask(mask_mod, None, None, N, N, device=device)
+    return create_flex_mask(mask_mod, None, None, N, N, device=device)
 
 
 def ours(mask_mod, device):
-    return BlockMask.from_mask_mod(mask_mod, (N, N), device=device)
+    return create_block_mask(mask_mod, None, None, N, N, device=device)
 
 
 @pytest.mark.parametrize("make", [ours, flex])
@@ -167,7 +167,7 @@ def test_globals_are_inputs_of_the_graph(monkeypatch, backend, inside):
     run, graphs = counted(attend, backend)
     for reach in (100, 30, 60):
         monkeypatch.setattr(f"{__name__}.REACH", reach)
-        mask = BlockMask.from_mask_mod(by_globals, (N, N))
+        mask = create_block_mask(by_globals, None, None, N, N)
         call = [t.requires_grad_() for t in operands()]
         out = run(*call, mask)
         dense = mask.to_dense()
@@ -241,12 +241,12 @@ def test_what_a_dataclass_reads_beside_its_fields(monkeypatch):
             return captured[q] == captured[kv - self.offset]
 
     run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
-    call, mask = [t.requires_grad_() for t in operands()], BlockMask.from_mask_mod(Near(IDS), (N, N))
+    call, mask = [t.requires_grad_() for t in operands()], create_block_mask(Near(IDS), None, None, N, N)
     out, dense = run(*call, mask), mask.to_dense()
     monkeypatch.setattr(f"{__name__}.REACH", 7)
     out.sum().backward()
     assert_right(call, gradients_of_truth(call, dense, torch.ones_like(out)))
-    out = run(*call, BlockMask.from_mask_mod(Captures(0), (N, N)))
+    out = run(*call, create_block_mask(Captures(0), None, None, N, N))
     captured.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -271,7 +271,7 @@ def test_attributes_of_globals_are_inputs_of_the_graph(monkeypatch, mask_mod, ow
     run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
     for reach in (100, 30):
         monkeypatch.setattr(owner, "reach", reach)
-        call, mask = [t.requires_grad_() for t in operands()], BlockMask.from_mask_mod(mask_mod, (N, N))
+        call, mask = [t.requires_grad_() for t in operands()], create_block_mask(mask_mod, None, None, N, N)
         out, dense = run(*call, mask), mask.to_dense()
         monkeypatch.setattr(owner, "reach", 7)
         out.sum().backward()

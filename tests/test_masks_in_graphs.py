@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import BlockMask, block_sparse_attention, patterns
+from attention import BlockMask, block_sparse_attention, create_block_mask, patterns
 
 from .attention_parts import qkv
 from .reference import normal
@@ -27,15 +27,13 @@ def near(b, h, q, kv):
 
 # Each of a tensor x (S,), from which what depends on data is computed.
 MAKERS = {
-    "from_mask_mod": lambda x: BlockMask.from_mask_mod(near, LENGTHS, heads=4, device=x.device),
+    "create_block_mask": lambda x: create_block_mask(near, None, 4, *LENGTHS, device=x.device),
     "from_blocks": lambda x: BlockMask.from_blocks(x[:9].view(3, 3) > 0, lengths=LENGTHS, causal=True),
     "from_elements": lambda x: BlockMask.from_elements(x[:, None] > x),
     "with_causal": lambda x: patterns.documents((x > 1).int().cumsum(0)).with_causal(),
     "to_dense": lambda x: BlockMask.from_elements(patterns.documents((x > 0).int()).to_dense()),
-    "slices": lambda x: BlockMask.from_mask_mod(near, (384 * 2, S), batch=2, heads=4, device=x.device)[1, 1:2, 3:].crop(
-        LENGTHS
-    ),
-    "slices by a tensor": lambda x: BlockMask.from_mask_mod(near, (512, S), heads=4, device=x.device)[
+    "slices": lambda x: create_block_mask(near, 2, 4, 384 * 2, S, device=x.device)[1, 1:2, 3:].crop(LENGTHS),
+    "slices by a tensor": lambda x: create_block_mask(near, None, 4, 512, S, device=x.device)[
         :, :, x[:3].abs().clamp(max=3).int()
     ].crop(LENGTHS),
     "intersection": lambda x: patterns.causal(LENGTHS, device=x.device) & patterns.documents((x > 1).int().cumsum(0)),
@@ -74,7 +72,7 @@ def test_a_function_made_inside_captures_intermediates_and_numbers():
 
     def run(q, k, v, x, reach):
         ids = (x > 1).int().cumsum(0)
-        mask = BlockMask.from_mask_mod(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv < reach), LENGTHS)
+        mask = create_block_mask(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv < reach), None, None, *LENGTHS)
         return block_sparse_attention(q, k, v, mask) * 1
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 import torch._dynamo
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels
-from attention import BlockMask, block_sparse_attention, patterns
+from attention import BlockMask, block_sparse_attention, create_block_mask, patterns
 from attention.masks import kept
 
 from .emulator.emulate import COMPILER
@@ -62,9 +62,9 @@ def function(device, flex=False):
     reach = torch.full((4,), 200, device=device, dtype=torch.int32)
     mask_mod = lambda b, h, q, kv: (q - kv).abs() < reach[h]  # noqa: E731
     if flex:
-        mask = create_block_mask(mask_mod, None, 4, N, N, device=device)
+        mask = create_flex_mask(mask_mod, None, 4, N, N, device=device)
     else:
-        mask = BlockMask.from_mask_mod(mask_mod, (N, N), heads=4, device=device)
+        mask = create_block_mask(mask_mod, None, 4, N, N, device=device)
     return mask, lambda: reach.fill_(20)
 
 
@@ -72,7 +72,7 @@ def computed(device):
     """A tensor that the function computes something of as a whole."""
     step = torch.ones(N, device=device, dtype=torch.int32)
     mask_mod = lambda b, h, q, kv: kv < step.cumsum(0, dtype=torch.int32)[q]  # noqa: E731
-    return BlockMask.from_mask_mod(mask_mod, (N, N), device=device), lambda: step.zero_()
+    return create_block_mask(mask_mod, None, None, N, N, device=device), lambda: step.zero_()
 
 
 def elements_form(device):
@@ -113,7 +113,7 @@ class Changes:
             nonlocal reach
             reach = 20
 
-        return BlockMask.from_mask_mod(mask_mod, (N, N), device=device), change
+        return create_block_mask(mask_mod, None, None, N, N, device=device), change
 
     @staticmethod
     def tensor(device):
@@ -126,7 +126,7 @@ class Changes:
             nonlocal reach
             reach = torch.full((4,), 20, device=device)
 
-        return BlockMask.from_mask_mod(mask_mod, (N, N), heads=4, device=device), change
+        return create_block_mask(mask_mod, None, 4, N, N, device=device), change
 
     @staticmethod
     def lists(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
-from attention import BlockMask, attention, block_sparse_attention, mask_mods
+from attention import attention, block_sparse_attention, create_block_mask, mask_mods
 from attention.masks.element_mask import element_mask
 from attention.score_mod import bound
 from cute_kernels.traced import memo, numbers
@@ -124,7 +124,7 @@ def test_few_kernels(device):
     if device == "cuda":
         pytest.skip("kernels are counted where torch stands in their place")
     for n in range(10, 100, 10):
-        mask = BlockMask.from_mask_mod(prefix(n), (N, N))
+        mask = create_block_mask(prefix(n), None, None, N, N)
         call = operands()
         out = block_sparse_attention(*call, mask)
         want = attention_plainly(*(t.double() for t in call), mask.to_dense())[0]
@@ -155,7 +155,7 @@ def test_masks_in_kernels(machine):
     for i in range(numbers.VALUES_OF_A_DIVISOR):
         kernel_of(mask_of(20 + i, 101 + i))
     call = [t.requires_grad_() for t in qkv(S, S, 64, B=1, H=1, heads=1, device=machine)]
-    mask = BlockMask.from_mask_mod(mask_of(70, 5), (S, S), device=machine)
+    mask = create_block_mask(mask_of(70, 5), None, None, S, S, device=machine)
     assert element_mask(mask.mask_mod, mask.device)[1] == (70, 5)
     out = block_sparse_attention(*call, mask)
     dout = torch.randn_like(out)

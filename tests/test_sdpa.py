@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from attention import BlockMask, scaled_dot_product_attention
+from attention import BlockMask, create_block_mask, scaled_dot_product_attention
 from attention.masks import kept
 from attention.operands import padded
 from cute_kernels import explain
@@ -236,7 +236,7 @@ def test_from_elements(blocksize):
     mask = BlockMask.from_elements(seen, blocksize)
     assert torch.equal(mask.to_dense(), seen)
     partial, full = mask.tables()
-    wholly = BlockMask.from_mask_mod(lambda b, h, q, kv: seen[b, h, q, kv], (200, 330), blocksize, batch=2, heads=3)
+    wholly = create_block_mask(lambda b, h, q, kv: seen[b, h, q, kv], 2, 3, 200, 330, BLOCK_SIZE=blocksize)
     assert torch.equal(full, wholly.tables()[1]) and torch.equal(partial, wholly.tables()[0])
     assert full.any() and not (partial | full).all()
 

@@ -25,7 +25,7 @@ from .block_lists import band_tables, grid
 from .element_mask import call
 from .mask_mods import Band, MaskMod, both, moved
 
-__all__ = ["BlockLists", "BlockMask"]
+__all__ = ["BlockLists", "BlockMask", "create_block_mask"]
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 NAMES = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "derived")
@@ -288,38 +288,6 @@ class BlockMask:
         lists, facts = convert.lists_of_flex(mask)
         return cls(*lists, **facts, check=check)
 
-    @classmethod
-    def from_mask_mod(
-        cls,
-        mask_mod: MaskMod,
-        lengths: Sequence[int],
-        blocksize: Sequence[int] = (128, 128),
-        *,
-        batch: int = 1,
-        heads: int = 1,
-        device: torch.device | str | None = None,
-    ) -> BlockMask:
-        """The mask of all that mask_mod sees, found by calling it for every element, in parts that bound the memory.
-
-        Does not synchronise, unless mask_mod does. `batch` and `heads` are 1 where it does not depend on them.
-
-        Raises:
-            TypeError: mask_mod cannot be called, or returns something other than a bool tensor.
-            ValueError: lengths, blocksize, batch or heads are wrong.
-        """
-        lengths, blocksize, _, _ = grid(lengths, blocksize)
-        if min(batch, heads) < 1:
-            raise ValueError(f"batch and heads must be at least 1, got {batch} and {heads}")
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod must be a function of (b, h, q, kv), got {type(mask_mod).__name__}")
-        device = torch.empty(0).device if device is None else device  # get_default_device() cannot be compiled
-        if is_compiling():
-            from .mask_op import tables as tables_of  # imports torch's compiler, which takes seconds
-        else:
-            tables_of = block_lists.tables_of_mask_mod
-        some, every = tables_of(mask_mod, (batch, heads), lengths, blocksize, device)
-        return cls._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
-
     def with_causal(self) -> BlockMask:
         """What this mask sees up to the row's position, row + Sk - Sq. Does not synchronise.
 
@@ -361,6 +329,14 @@ class BlockMask:
     def __and__(self, other: BlockMask) -> BlockMask:
         """Return the mask of what both see; lengths, blocksize and device are equal, B and H may be 1 in one."""
         return block_slices.intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Return the mask of what at least one sees; lengths, blocksize and device are equal, B and H may be 1 in one.
+
+        Where only one mask lists a block, the mask_mod of the other must not count: unless both have the same mask_mod,
+        kernels read for each element of a partial block whether a mask lists its block.
+        """
+        return block_slices.union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronise."""
@@ -430,6 +406,51 @@ class BlockMask:
 
     def __reduce__(self) -> tuple:
         return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | Sequence[int] = 128,
+) -> BlockMask:
+    """Return the mask of all elements that mask_mod sees, as FlexAttention's function of this name does.
+
+    Calls mask_mod for every element, in chunks that bound the memory. Does not synchronize, unless mask_mod does.
+
+    Args:
+        mask_mod: a function of (b, h, q, kv), see BlockMask.
+        B, H: the numbers of batch items and heads; None if mask_mod does not depend on them.
+        Q_LEN, KV_LEN: the numbers of queries and keys.
+        device: the device of the mask, torch's default device if None. FlexAttention's default is the accelerator.
+        BLOCK_SIZE: the side of a block or (block_q, block_k), each 64 or 128.
+
+    Raises:
+        TypeError: mask_mod cannot be called, or returns something other than a bool tensor.
+        ValueError: a length, a block size, B or H is wrong.
+
+    Example:
+        >>> mask = create_block_mask(lambda b, h, q, kv: kv <= q, None, None, 512, 512)
+        >>> mask.block_density()
+        0.625
+    """
+    blocksize = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    lengths, blocksize, _, _ = grid((Q_LEN, KV_LEN), blocksize)
+    batch, heads = (1 if n is None else n for n in (B, H))
+    if min(batch, heads) < 1:
+        raise ValueError(f"B and H must be at least 1, or None for 1, got {B} and {H}")
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of (b, h, q, kv), got {type(mask_mod).__name__}")
+    device = torch.empty(0).device if device is None else device  # get_default_device() cannot be compiled
+    if is_compiling():
+        from .mask_op import tables as tables_of  # imports torch's compiler, which takes seconds
+    else:
+        tables_of = block_lists.tables_of_mask_mod
+    some, every = tables_of(mask_mod, (batch, heads), lengths, blocksize, device)
+    return BlockMask._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
 
 
 def _rebuild(*parts) -> BlockMask:

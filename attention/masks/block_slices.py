@@ -1,4 +1,7 @@
-"""Parts and intersections of block masks: BlockMask.crop, mask[...] and mask & other. Nothing synchronizes."""
+"""Parts, intersections and unions of block masks: BlockMask.crop, mask[...], mask & other and mask | other.
+
+Nothing synchronizes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sparse_collective.checks import describe, is_strided
 
 from .block_lists import grid
 from .element_mask import check_extents, element_mask
-from .mask_mods import Sliced, both
+from .mask_mods import InBlocks, Or, Sliced, both
 
 DIMENSIONS = ("batch item", "head", "row of blocks")
 
@@ -29,17 +32,40 @@ def cropped(mask, lengths):
 
 def intersection(mask, other):
     """See BlockMask.__and__."""
-    for name in ("lengths", "blocksize", "device"):
-        if getattr(mask, name) != getattr(other, name):
-            values = f"{getattr(mask, name)} and {getattr(other, name)}"
-            raise ValueError(f"both masks of mask & other must have the same {name}, got {values}")
-    for name in ("batch", "heads"):
-        if getattr(mask, name) != getattr(other, name) and 1 not in (getattr(mask, name), getattr(other, name)):
-            values = f"{getattr(mask, name)} and {getattr(other, name)}"
-            raise ValueError(f"{name} of both masks of mask & other must be equal, or 1 in one of them, got {values}")
+    _check_pair("&", mask, other)
     (partial, full), (other_partial, other_full) = mask.tables(), other.tables()
     some, every = (partial | full) & (other_partial | other_full), full & other_full
     return mask._of_tables(some & ~every, every, mask.lengths, mask.blocksize, both(mask.mask_mod, other.mask_mod))
+
+
+def union(mask, other):
+    """See BlockMask.__or__."""
+    _check_pair("|", mask, other)
+    (partial, full), (other_partial, other_full) = mask.tables(), other.tables()
+    some, every = partial | full | other_partial | other_full, full | other_full
+    mask_mod = mask.mask_mod
+    if mask_mod is not other.mask_mod:
+        mask_mod = Or(_within(mask, partial | full), _within(other, other_partial | other_full))
+    return mask._of_tables(some & ~every, every, mask.lengths, mask.blocksize, mask_mod)
+
+
+def _within(mask, listed: Tensor) -> InBlocks:
+    """The elements that a mask sees, False in blocks that it does not list."""
+    return InBlocks(mask.mask_mod, listed, mask.batch > 1, mask.heads > 1, *mask.blocksize)
+
+
+def _check_pair(operator: str, mask, other) -> None:
+    for name in ("lengths", "blocksize", "device"):
+        if getattr(mask, name) != getattr(other, name):
+            values = f"{getattr(mask, name)} and {getattr(other, name)}"
+            raise ValueError(f"both masks of mask {operator} other must have the same {name}, got {values}")
+    for name in ("batch", "heads"):
+        sizes = getattr(mask, name), getattr(other, name)
+        if sizes[0] != sizes[1] and 1 not in sizes:
+            raise ValueError(
+                f"{name} of both masks of mask {operator} other must be equal, or 1 in one of them, "
+                f"got {sizes[0]} and {sizes[1]}"
+            )
 
 
 def sliced(mask, index):

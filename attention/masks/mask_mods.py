@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "MaskMod", "Or", "RowRange", "SameDocument"]
-__all__ += ["Sliced"]
+__all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "InBlocks", "MaskMod", "Or", "RowRange"]
+__all__ += ["SameDocument", "Sliced"]
 
 FAR = 2**30  # columns; no two positions are further apart (block_lists.MOST)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -139,6 +139,26 @@ class Or:
 
     def __call__(self, b, h, q, kv):
         return self.first(b, h, q, kv) | self.second(b, h, q, kv)
+
+
+@dataclass(frozen=True, eq=False)
+class InBlocks:
+    """A mask_mod in the blocks that are True in `listed`, bool (B or 1, H or 1, Mq, Mk), and nothing in other blocks.
+
+    mask_mod: None sees every element. items, heads: True if the table has an entry for each batch item, or each head.
+    """
+
+    mask_mod: MaskMod | None
+    listed: Tensor
+    items: bool
+    heads: bool
+    block_q: int
+    block_k: int
+
+    def __call__(self, b, h, q, kv):
+        item, head = b if self.items else b * 0, h if self.heads else h * 0
+        listed = self.listed[item, head, q // self.block_q, kv // self.block_k]
+        return listed if self.mask_mod is None else listed & self.mask_mod(b, h, q, kv)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparse_collective.checks import describe, is_strided
 
 from .block_lists import grid, tables_of_rows
-from .block_mask import BlockMask
+from .block_mask import BlockMask, create_block_mask
 from .mask_mods import Band, Dilated, GlobalTokens, Or, RowRange, SameDocument, both, window_bounds
 
 __all__ = ["causal", "dilated", "dilated_blocks", "documents", "packed_documents", "sliding_window", "top_k"]
@@ -144,7 +144,7 @@ def documents(
     mask_mod = SameDocument(q_ids.int(), kv_ids.int(), batched)
     mask_mod = both(mask_mod, Band(None, 0, lengths[1] - lengths[0]) if causal else None)
     batch = len(q_ids) if batched else 1
-    return BlockMask.from_mask_mod(mask_mod, lengths, blocksize, batch=batch, device=q_ids.device)
+    return create_block_mask(mask_mod, batch, None, *lengths, device=q_ids.device, BLOCK_SIZE=blocksize)
 
 
 def dilated(
@@ -168,7 +168,7 @@ def dilated(
         raise ValueError(f"step is {step}; it must be at least 1")
     bounds = window_bounds(window_size, causal)
     mask_mod = both(Dilated(step, sk - sq), None if bounds == (None, None) else Band(*bounds, sk - sq))
-    return BlockMask.from_mask_mod(mask_mod, (sq, sk), blocksize, device=device)
+    return create_block_mask(mask_mod, None, None, sq, sk, device=device, BLOCK_SIZE=blocksize)
 
 
 def dilated_blocks(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import masking_utils
 
-from attention import BlockMask
+from attention import BlockMask, create_block_mask
 from attention.masks.block_lists import tables_of_rows
 from attention.masks.mask_mods import Band, Elements, MaskMod, RowRange, both
 from cute_kernels.runtime.derived import captured
@@ -210,7 +210,7 @@ class Mask(FlexBlockMask):
             if not isinstance(self.shift, int) or self.shift or self.skipped:
                 offsets = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
                 mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, *offsets)
-            found = BlockMask.from_mask_mod(mask_mod, self.lengths, blocksize, batch=self.batch, device=self.device)
+            found = create_block_mask(mask_mod, self.batch, None, *self.lengths, self.device, blocksize)
             partial, full = found.tables()
             return partial | full, full, mask_mod
         begin, end, mask_mod = self._bands()
