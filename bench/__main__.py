@@ -1,10 +1,9 @@
 """python -m bench: where we stand, measured on this machine.
 
-    (none)          gemm and block-sparse; with no GPU, the kernels' registers, spills and shared memory instead
+    (none)          gemm and block-sparse; without a GPU any suite inspects a few kernels instead
     gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
     block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
-    attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention; with no GPU
-                    its kernels' registers, spills and shared memory
+    attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
     attention-float8  attention of 8-bit floats beside ours of bfloat16
     attention-backward  gradients of attention beside the same peers', through torch's autograd
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
@@ -35,6 +34,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cute_kernels.__main__ import main as inspect_kernels
+
 from . import (
     cases,
     cases_attention,
@@ -50,13 +51,13 @@ from . import (
     findings_attention_backward,
     findings_float8,
     findings_training,
+    gates,
     record,
     single,
     table,
     variants,
 )
 from . import host as host_overhead
-from .gates import command as gates
 from .rows import Case, Row, reason
 from .timing import host_cost
 from .tune import command as tune
@@ -104,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
 def run_suites(args: argparse.Namespace) -> int:
     """Measure the suites, print their tables, write their files; 1 if one of our own products failed."""
     if not torch.cuda.is_available():
-        print("no CUDA GPU: nothing can be timed here. What a compiler tells without one:\n", flush=True)
-        return gates.compile_only(args.suites, quick=args.mode == "quick")
+        print("no CUDA GPU: nothing can be timed; a few kernels are compiled and inspected instead\n", flush=True)
+        return inspect_kernels(["inspect", "--quick", "--arch", "sm_80,sm_90"])
     console, start = Console(stderr=True), time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

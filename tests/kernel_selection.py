@@ -11,13 +11,12 @@ from collections.abc import Callable, Hashable
 
 from attention.backward.config import BackwardFacts
 from attention.forward.config import DecodeFacts, FlashFacts, Float8Facts
-from bench.gates import resources
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import families, family_of, load_all
 
 load_all()
-LIKE_SM_80 = ("sm_86", "sm_89")  # both have the same kernels: machine_code.txt has the same code for the two
+LIKE_SM_80 = ("sm_86", "sm_89")  # the same kernels with the same machine code
 
 
 def features(facts) -> set:
@@ -124,8 +123,7 @@ def selected(spec) -> list:
     turn, turns = (LIKE_SM_80.index(spec.name), len(LIKE_SM_80)) if spec.name in LIKE_SM_80 else (0, 1)
     own = cover([facts for facts in every if facts not in known], configuration if spec.name == "sm_86" else features)
     found = own + cover(known, configuration)[turn::turns]
-    quick = [facts for facts in resources.catalogues(quick=True) if facts.arch == spec.target]
-    return found + [facts for facts in quick if facts not in found]
+    return found
 
 
 @functools.cache

@@ -1,13 +1,13 @@
-"""Faults planted on purpose, to show that the gates of `python -m bench gates` find them.
+"""Faults planted on purpose, to show that tests and gates find them.
 
     slower        10 % more time on the GPU
     race          the sm_80 mainloop compiled without its waits for cp.async and its __syncthreads
     spilling      a kernel with more accumulators a thread than its epilogue leaves registers for
     wrong         a result with one element off by 1e-2
 
-`python -m tests.planted gate race` compiles and runs the racing kernel in a process of its own and asks the
-determinism gate, which compares with the truth, too; the exit status is 1 if it finds the race. `launch` in place of
-`gate` only launches the kernel, for racecheck. `honest` in place of `race` does the same with the project's mainloop.
+`python -m tests.planted repeat race` compiles and repeats the racing kernel in a process of its own, as the
+determinism tests do; the exit status is 1 if its results are wrong or differ. `launch` in place of `repeat` only
+launches the kernel, for racecheck. `honest` in place of `race` does the same with the project's mainloop.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.family import DENSE
 
 from .calls import Case, dense, matmul
+from .repeats import faults
 
 
 def slower(call: Callable, share: float = 0.1) -> Callable:
@@ -107,8 +108,8 @@ def wrong(op: Callable, amount: float = 1e-2) -> Callable:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2 or arguments[0] not in ("gate", "launch") or arguments[1] not in ("race", "honest"):
-        print("python -m tests.planted {gate,launch} {race,honest}", file=sys.stderr)
+    if len(arguments) != 2 or arguments[0] not in ("repeat", "launch") or arguments[1] not in ("race", "honest"):
+        print("python -m tests.planted {repeat,launch} {race,honest}", file=sys.stderr)
         return 2
     os.environ["CUTE_KERNELS_CACHE"] = "0"
     os.environ.pop("CUTE_KERNELS_BUNDLE", None)
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
         print("planted: no CUDA GPU; this runs a kernel", file=sys.stderr)
         return 2
     with race() if arguments[1] == "race" else contextlib.nullcontext():
-        return launch() if arguments[0] == "launch" else ask_gate()
+        return launch() if arguments[0] == "launch" else repeat()
 
 
 def launch() -> int:
@@ -127,12 +128,10 @@ def launch() -> int:
     return 0
 
 
-def ask_gate() -> int:
-    from bench.gates import determinism, gate
-
-    gates = gate.run({determinism.NAME: lambda: determinism.check([case("cuda") for case in RACED])})
-    gate.page(gates)
-    return gate.exit_status(gates)
+def repeat() -> int:
+    found = faults([case("cuda") for case in RACED], 1000)
+    print("\n".join(found))
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Each gate passes what is sound and finds the fault that is planted for it (planted.py)."""
+"""Gates and the checks behind them pass sound code and find planted faults (planted.py)."""
 
-import os
+import argparse
+import json
 import random
 import sys
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench.gates import correctness, determinism, gate, resources, speed, stability
-from bench.gates.gate import FAILED, PASSED, SKIPPED, Skip
+from bench import floors, gates, record
+from bench.gates import FAILED, PASSED, SKIPPED, Gate
 from bench.rows import Candidate, Case, Problem
 from cute_kernels import gemm
-from cute_kernels.matmul.family import DENSE
 from cute_kernels.runtime.families import unsupported
 from cute_kernels.runtime.parallel import inspect_kernel
 
-from . import calls, gpu_record, planted, sanitize_cases
+from . import calls, gpu_record, planted
 from .calls import attend, batched, dense, grouped, linear, matmul, on_paths, within_a_thousandth
 
 SMALL = [  # every op
@@ -33,8 +33,6 @@ SMALL = [  # every op
     partial(attend, "cache", 4, 8, 2, 3, 512, 64, causal=True, splits=3, page=16),
     partial(attend, "dense", 2, 4, 2, 333, 200, 192, 128, softcap=5.0, lse=False),
 ]
-
-# -- correctness, determinism, stability: a wrong result ------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", on_paths(SMALL, ("sm_80", "sm_90")), ids=lambda case: case.name)
@@ -75,105 +73,13 @@ def test_the_thousandth():
             within_a_thousandth(out, exact)
 
 
-@pytest.mark.parametrize(
-    ("passed", "failures", "status", "verdict", "word"),
-    [
-        (7, [], 0, PASSED, "7 tests of the CPU references passed"),
-        (6, [{"name": "t", "message": "errs"}], 1, FAILED, "1 tests of the CPU"),
-        (0, [], 5, FAILED, "status 5"),
-        (3, [], "timed out", FAILED, "status timed out"),
-    ],
-)
-def test_correctness_reads_the_report_of_the_tests(monkeypatch, passed, failures, status, verdict, word):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    report = {"passed": passed, "failed": len(failures), "failures": failures, "status": status, "output": ["last"]}
-    found = correctness.check(tests=lambda *args, **more: report)
-    assert found.verdict == verdict and word in found.summary
-    lines = [] if verdict == PASSED else [f"pytest ended with status {status}", "last"]
-    assert found.details == (["t: errs"] if failures else lines)
+# -- machine code -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-@pytest.mark.parametrize("quick", [True, False])
-def test_correctness_asks_for_tests_that_there_are(gpu, quick):
-    files = [name for name in correctness.arguments(gpu, quick) if name.endswith(".py")]
-    texts = [(gpu_record.ROOT / name).read_text() for name in files]
-    assert files and all("mark.gpu" in text or "device" in text for text in texts if gpu)
-
-
-@pytest.mark.parametrize("every", [2, 5])
-def test_rare_faults_are_counted(emulated, every):
-    """In the output and in the lse, among calls that are steady."""
-    steady, *attending = (case() for case in on_paths([SMALL[0], SMALL[5], SMALL[5]], ["sm_90"]))
-    for where, call in enumerate(attending):
-        runs = []
-
-        @wraps(call.op)
-        def rare(*args, where=where, runs=runs, op=call.op, **terms):
-            found = op(*args, **terms)
-            runs.append(found)
-            if len(runs) % every == 0:
-                found[where][0, 0, 0] += 1e-2
-            return found
-
-        assert determinism.repeats([steady, replace(call, op=rare)], 14) == [0, 14 // every]
-    found = determinism.check([replace(attending[0], op=rare), steady], runs=14)
-    assert found.verdict == FAILED and "of 14 results differ from the first" in found.details[-1]
-    assert determinism.check([steady], runs=3).verdict == PASSED
-    bad = determinism.check([replace(steady, op=planted.wrong(gemm))], runs=3)
-    assert bad.verdict == FAILED and "errs" in bad.details[0] or "error" in bad.details[0]
-
-
-def test_what_is_repeated_is_every_form():
-    """The sanitizer's cases, too: each form of attention, split and whole, and each op."""
-    makers = [case.make for case in determinism.cases()]
-    makers += [make for make in sanitize_cases.CASES.values() if isinstance(make, partial)]
-    assert {make.func for make in makers} == {dense, matmul, linear, batched, grouped, attend}
-    for found in (makers, stability.CONCURRENT):
-        forms = {make.args[0] for make in found if make.func is attend}
-        assert forms == {"dense", "packed", "blocks", "cache"}
-
-
-def test_memory_that_is_kept_is_told():
-    assert stability.growth((100, 1 << 30), (100, (1 << 30) + 4096)) == []
-    assert "512 bytes more" in stability.growth((100, 0), (612, 0))[0]
-    assert "bytes less" in stability.growth((100, 0), (100, 64 << 20))[0]
-
-
-@pytest.mark.gpu
-def test_stability(monkeypatch):
-    if "PYTEST_XDIST_WORKER" in os.environ:  # other processes take and give back memory of the device meanwhile
-        held = stability.held
-        monkeypatch.setattr(stability, "held", lambda: (held()[0], 0))
-    found = stability.check()
-    assert found.verdict == PASSED, found.details
-
-
-# -- resources: a spill ---------------------------------------------------------------------------------------
-
-
-def test_a_spill_is_found_and_a_sound_kernel_passes():
+def test_a_spill_is_found():
     facts = planted.spilling()
     assert "accumulators" in unsupported(facts), "no op would ask for it"
-    found = resources.check([facts])
-    assert found.verdict == FAILED and found.summary.startswith("1 of 1 kernels")
-    assert any("local memory (STL, LDL)" in line for line in found.details)
-    found = resources.check(DENSE.catalogue("sm_90", quick=True))
-    assert found.verdict == PASSED and "1 kernels (sm_90a 1)" in found.summary
-
-
-def test_what_cannot_be_asked_is_skipped(monkeypatch):
-    def missing():
-        raise resources.inspect.MissingDisassembler("nvdisasm was not found: pip install it")
-
-    monkeypatch.setattr(resources.inspect, "find_nvdisasm", missing)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = gate.run({"resources": lambda: resources.check([]), "stability": stability.check})
-    assert [each.verdict for each in found] == [SKIPPED] * 2
-    assert "pip install" in found[0].summary and found[1].summary == "no CUDA GPU"
-
-
-# -- a race ---------------------------------------------------------------------------------------------------
+    assert any("local memory (STL, LDL)" in problem for problem in inspect_kernel(facts).problems)
 
 
 def test_the_planted_race_is_one():
@@ -190,27 +96,27 @@ def test_the_planted_race_is_one():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["gate", "racecheck"])
+@pytest.mark.parametrize("tool", ["repeat", "racecheck"])
 @pytest.mark.parametrize("kind", ["race", "honest"])
 def test_a_race_is_found(kind, tool):
-    """By the determinism gate and by the sanitizer, in a process that compiles its kernels anew."""
-    command, bad, words = [sys.executable, "-m", "tests.planted", "gate", kind], 1, ""
+    """By repeated runs and by the sanitizer, in a process that compiles its kernels anew."""
+    command, bad, words = [sys.executable, "-m", "tests.planted", "repeat", kind], 1, ""
     if tool == "racecheck":
         if gpu_record.sanitizer() is None:
-            pytest.skip("compute-sanitizer was not found; the gate looks at results and hashes")
+            pytest.skip("compute-sanitizer was not found")
         options = ["--tool", "racecheck", "--error-exitcode", "86"]
         command, bad, words = [gpu_record.sanitizer(), *options, *command[:3], "launch", kind], 86, "launched"
     status, output = gpu_record.run(command, 250)
     assert status == (bad if kind == "race" else 0) and words in output, output
-    assert "the gate itself broke" not in output, output
+    assert "Traceback" not in output, output
 
 
-# -- speed: a slow-down ---------------------------------------------------------------------------------------
+# -- speed ------------------------------------------------------------------------------------------------------
 
 
-def row(name, *measured, asked=None):
+def row(name, *measured):
     """A case whose measurements are `measured`, one after another."""
-    return SimpleNamespace(name=name, asked=asked, measured=iter(measured))
+    return SimpleNamespace(name=name, measured=iter(measured))
 
 
 def next_of(case):
@@ -218,11 +124,11 @@ def next_of(case):
 
 
 def floors_of(**ratios):
-    return {"margin": speed.MARGIN, "rows": {name: {"ratio": ratio, "asked": None} for name, ratio in ratios.items()}}
+    return {"margin": floors.MARGIN, "rows": {name: {"ratio": ratio} for name, ratio in ratios.items()}}
 
 
 def noisy_ratio(slow: float, noise: float, generator: random.Random, rounds: int = 40) -> float:
-    """Our rate over the peer's, of medians of timings that scatter."""
+    """Our rate over the peer's, from medians of scattered times."""
     times = [[us * generator.gauss(1, noise) for _ in range(rounds)] for us in (100.0 * slow, 95.0)]
     ours, peer = (sorted(us)[rounds // 2] for us in times)
     return peer / ours
@@ -230,64 +136,42 @@ def noisy_ratio(slow: float, noise: float, generator: random.Random, rounds: int
 
 @pytest.mark.parametrize(("slow", "ok"), [(1.0, True), (1.02, True), (1.1, False), (1.3, False)])
 def test_ten_percent_is_found_through_noise(slow, ok):
-    """Planted: a slow-down, in timings that scatter by 2 %. No seed of 200 hides 10 %, or fails an honest row."""
+    """Times scatter by 2 %. No seed of 200 hides 10 %, or fails an honest row."""
     for seed in range(200):
         generator = random.Random(seed)
-        found = speed.judge("row", [noisy_ratio(slow, 0.02, generator) for _ in range(3)], floors_of(row=0.95))
-        assert found.ok is ok, (seed, str(found))
+        ratios = [noisy_ratio(slow, 0.02, generator) for _ in range(3)]
+        assert floors.judge("row", ratios, floors_of(row=0.95))[0] is ok, seed
 
 
 def test_a_row_that_fails_is_measured_again():
-    cases = [row("steady", 0.95), row("disturbed", 0.7, 0.99, 1.0), row("slow", 0.9, 0.91, 1.0)]
-    rows, again = speed.compare(cases, floors_of(steady=1.0, disturbed=1.0, slow=1.0), next_of)
-    assert again == ["disturbed", "slow"]
-    found = [(each.name, each.ratio, each.ok) for each in rows]
-    assert found == [("steady", 0.95, True), ("disturbed", 0.99, True), ("slow", 0.91, False)]
+    """A row without a floor, and a floor without a row, fail."""
+    cases = [row("steady", 0.95), row("disturbed", 0.7, 0.99, 1.0), row("slow", 0.9, 0.91, 1.0), row("new", 2.0)]
+    good, bad = floors.compare(cases, floors_of(steady=1.0, disturbed=1.0, slow=1.0, lost=1.0), next_of)
+    assert [line.split(":")[0] for line in good] == ["steady", "disturbed"]
+    assert [line.split()[0] for line in bad] == ["slow:", "new:", "lost"]
 
 
-def test_the_speed_gate():
-    floors = floors_of(a=1.0, b=0.9)
-    floors["rows"]["a"]["asked"] = 1.1
-    check = partial(speed.check, floors=floors, measure=next_of)
-    found = check([row("a", 0.99, asked=1.1), row("b", 0.91)])
-    assert found.verdict == PASSED and "1 below what was asked" in found.summary
-    assert found.details[0] == "a: 0.990, floor 1.000 (-1.0%); asked 1.10, missed"
-    found = check([row("a", 0.9, 0.9, 0.9), row("b", 0.91)])
-    assert found.verdict == FAILED and "SLOWER" in found.details[0] and "SLOWER" not in found.details[1]
-    found = check([row("a", 1.0), row("b", 0.9), row("new", 2.0)])
-    assert found.verdict == FAILED and speed.SET_FLOORS in found.details[0]
-    found = check([row("a", 1.0)])
-    assert found.verdict == FAILED and found.details == ["b"]
-    assert check([row("a", 1.0)], quick=True).verdict == PASSED
+def test_floors_are_medians(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200", "sources": "abc"})
+    path = floors.set_floors(tmp_path, [row("a", 1.0, 1.3, 1.1), row("b", 0.5, 0.6, 0.7)], next_of)
+    assert path == tmp_path / "nvidia-h200" / "floors.json"
+    assert json.loads(path.read_text())["rows"] == {"a": {"ratio": 1.1}, "b": {"ratio": 0.6}}
 
 
-def test_floors(tmp_path):
-    path = tmp_path / "nvidia-h200" / "floors.json"
-    with pytest.raises(Skip, match="--set-floors measures and writes"):
-        speed.read_floors(path)
-    cases, where = [row("a", 1.0, 1.3, 1.1, asked=1.05), row("b", 0.5, 0.6, 0.7)], {"card": "H200", "sources": "abc"}
-    made = speed.set_floors(cases, path, next_of, where)
-    assert made == speed.read_floors(path)
-    assert made == {"margin": 0.06, **where, "rows": made["rows"]}
-    assert made["rows"] == {"a": {"ratio": 1.1, "asked": 1.05}, "b": {"ratio": 0.6, "asked": None}}
-
-
-def test_rows_have_one_peer():
-    """Of which none patches the compiler for this process, and which a row is held against."""
-    found = speed.gate_cases()
-    assert len({case.name for case in found}) == len(found) == 17
-    for case in found:
+def test_rows_with_floors():
+    """Each has one peer, which does not patch the compiler, and a floor on every card that has floors."""
+    cases = floors.gate_cases()
+    for case in cases:
         (peer,) = case.peers
         assert peer.name == case.against and not case.patches_dsl
-    broken, ours = (SimpleNamespace(name=name, error=text) for name, text in (("quack", "no quack"), ("", "")))
-    with pytest.raises(RuntimeError, match="a has no ratio to quack; quack: no quack"):
-        speed.ratio_of(SimpleNamespace(name="a", ratio=None, against="quack", ours=ours, peers=[broken]))
+    for path in record.RESULTS.glob("*/floors.json"):
+        assert json.loads(path.read_text())["rows"].keys() == {case.name for case in cases}
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_ten_percent_is_found_on_the_gpu():
-    """Planted: an idle kernel after ours, of a tenth of its time; measured as the gate measures."""
+    """Planted: an idle kernel after ours, for a tenth of its time."""
     size = 4096
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     outs = [torch.empty(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
@@ -299,7 +183,109 @@ def test_ten_percent_is_found_on_the_gpu():
         return Case("gates", "dense", problem, lambda: (call, None), [peer], "cuBLAS")
 
     honest()
-    floors = floors_of(dense=sorted(speed.measure(case(honest)) for _ in range(3))[1])
-    assert speed.check([case(honest)], floors).verdict == PASSED
-    found = speed.check([case(planted.slower(honest))], floors)
-    assert found.verdict == FAILED, found
+    known = floors_of(dense=sorted(floors.measure(case(honest)) for _ in range(3))[1])
+    assert not floors.compare([case(honest)], known)[1]
+    assert floors.compare([case(planted.slower(honest))], known)[1]
+
+
+# -- counters ---------------------------------------------------------------------------------------------------
+
+NCU = f"""==PROF== Profiling "kernel_cutlass_kernel_GemmSm90" - 0: 0%....50%....100% - 4 passes
+"ID","Process ID","Kernel Name","Grid Size","{floors.TENSOR}"
+"","","","","%"
+"0","4242","kernel_cutlass_kernel_GemmSm90","(132, 1, 1)","ACTIVE"
+"""
+
+
+def test_ncu_is_parsed():
+    assert floors.parse(NCU.replace("ACTIVE", "81.25")) == 81.25
+    for text in ("==WARNING== No kernels", NCU.rpartition('"0"')[0], NCU.replace(floors.TENSOR, "sm__else")):
+        with pytest.raises(ValueError, match="ncu printed no"):
+            floors.parse(text)
+    lines, low = floors.utilization(lambda name: NCU.replace("ACTIVE", {"dense": "75.0", "bsr": "64.9"}[name]))
+    assert len(lines) == 2 and low == lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "words"),
+    [
+        ("echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1", floors.Skip, "ERR_NVGPUCTRPERM"),
+        ("echo 'no such option' >&2; exit 1", RuntimeError, "ncu ended with 1: no such option"),
+        (None, floors.Skip, "neither on PATH nor"),
+    ],
+)
+def test_ncu_that_does_not_run(tmp_path, monkeypatch, script, error, words):
+    if script:
+        (tmp_path / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(floors.glob, "glob", lambda pattern: [])
+    with pytest.raises(error, match=words):
+        floors.profile("dense")
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def breaks():
+    raise ValueError("a line\nand another")
+
+
+def test_a_gate_that_raises_has_failed(monkeypatch):
+    counts = []
+    checks = {"speed": lambda: Gate("speed", PASSED, "fine"), "counters": breaks}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    good, broken = gates.run_gates(checks, lambda verdicts: counts.append(len(verdicts)))
+    assert (good.verdict, broken.verdict, counts) == (PASSED, FAILED, [1, 2])
+    assert "ValueError: a line and another" in broken.summary and gates.exit_status([good, broken]) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    skipped, _ = gates.run_gates(checks)
+    assert skipped.verdict == SKIPPED and gates.exit_status([skipped]) == 0
+
+
+@pytest.mark.parametrize(
+    ("passed", "failures", "status", "verdict", "details"),
+    [
+        (7, [], 0, PASSED, []),
+        (6, [{"name": "t", "message": "errs"}], 1, FAILED, ["t: errs"]),
+        (0, [], 5, FAILED, ["last"]),
+        (3, [], "timed out", FAILED, ["last"]),
+    ],
+)
+def test_reports_of_tests_are_judged(monkeypatch, passed, failures, status, verdict, details):
+    report = {"passed": passed, "failed": len(failures), "failures": failures, "status": status, "output": ["last"]}
+    monkeypatch.setattr(gpu_record, "tests", lambda *args, **options: report)
+    gate = gates.run_tests("stability", "stability", ["stability"], 0)
+    assert (gate.verdict, gate.details) == (verdict, details)
+
+
+def test_gates_in_several_calls_make_one_record(tmp_path, monkeypatch):
+    where = {"card": "NVIDIA H200", "sources": "abc", "commit": "123"}
+    monkeypatch.setattr(record, "environment", lambda: where)
+    monkeypatch.setattr(record, "what_runs", lambda: {"sources": where["sources"]})
+
+    def verdicts(gate):
+        data = json.loads(gates.write([gate], tmp_path).read_text())
+        return data["ok"], [(each["name"], each["verdict"]) for each in data["gates"]]
+
+    assert verdicts(Gate("speed", FAILED, "slow")) == (False, [("speed", FAILED)])
+    assert verdicts(Gate("resources", PASSED, "fine")) == (False, [("resources", PASSED), ("speed", FAILED)])
+    assert verdicts(Gate("speed", PASSED, "fast")) == (True, [("resources", PASSED), ("speed", PASSED)])
+    data = json.loads((tmp_path / "nvidia-h200" / "gates.json").read_text())
+    assert data["environment"] == where and "correctness not run" in data["conclusion"]
+    where["sources"] = "abd"
+    assert verdicts(Gate("speed", PASSED, "fast")) == (True, [("speed", PASSED)]), "other sources"
+
+
+def test_the_command(monkeypatch, capsys):
+    parser = argparse.ArgumentParser()
+    gates.add_command(parser.add_subparsers())
+
+    def run(*arguments) -> int:
+        args = parser.parse_args(["gates", *arguments])
+        return args.run(args)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("--set-floors") == 2 and run("--only", "sped") == 2
+    assert run("--only", "speed,counters,sanitizer") == 0
+    assert "Nothing failed, but not everything ran" in capsys.readouterr().out

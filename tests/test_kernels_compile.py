@@ -3,8 +3,7 @@
 That is what can be proven about speed without a GPU. Where they are compiled: see `outcome_of` in conftest.py. Some of
 the catalogues' kernels are, in which everything that a kernel varies in comes up; with --every-kernel all of them are,
 as with `python -m cute_kernels inspect` and the gate of resources. Kernels whose source is checked for another
-architecture are compiled with each configuration. What `python -m bench gates --quick` compiles is among them, so that
-continuous integration need not compile it twice.
+architecture are compiled with each configuration.
 """
 
 from dataclasses import replace
