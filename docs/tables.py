@@ -13,21 +13,21 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results/nvidia-h200"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-README_ROWS = {  # row -> how the README calls it
-    "gemm 4096x4096x4096 NN": "`gemm` 4096³",
-    "gemm 8192x8192x8192 NN": "`gemm` 8192³",
-    "gemm 8192x8192x1024 NT, bias+gelu_tanh": "`gemm` 8192×8192×1024, bias and tanh GELU",
-    "bsr_matmul 128x128, 0.125": "`bsr_matmul` 8192³, 12.5 % of 128×128 blocks",
-    "bsr_matmul 64x64, 0.125": "the same, 64×64",
-    "bsr_matmul 32x32, 0.125": "the same, 32×32",
-    "bsr_linear 128x128, 0.25, 1 tokens, 16384 squared": "`bsr_linear`, 1 token × 16384², 25 % of 128×128",
-    "forward B2 S8192 H16 D128 full": "`attention` B2 S8192 H16 D128",
-    "forward B2 S8192 H16 D128 causal": "the same, causal",
-    "block-sparse 128x128, 0.125": "`block_sparse_attention`, 12.5 % of 128×128",
-    "block-sparse 64x64, 0.125": "the same, 64×64",
-    "decoding B8, 16k keys, 32/8 heads D128": "1 query, B8, 16384 keys, 32/8 heads D128",
-    "layer 128x128, 0.125, forward and backward": "`BsrLinear` 8192 → 8192, 12.5 %, forward and backward",
-    "backward B2 S8192 H16 D128 full": "gradients of `attention` B2 S8192 H16 D128",
+README_ROWS = {  # row of single.json -> label in the README
+    "gemm 8192x8192x8192, eager": "`gemm` 8192³",
+    "bsr_linear 128x128, 0.125, 8192 tokens, 8192 squared, eager": "`bsr_linear`, 8192 tokens × 8192², 12.5 %",
+    "bsr_linear 128x128, 0.25, 1 tokens, 16384 squared, eager": "`bsr_linear`, 1 token × 16384², 25 %",
+    "SwiGLU 4096 to 14336, 0.05, inference, compiled": "`SwiGLU` 4096 → 14336, 5 %, compiled",
+    "BsrLinear 128x128, 0.125, bias, forward and backward, eager": (
+        "`BsrLinear` 8192 → 8192, 12.5 %, forward and backward"
+    ),
+    "BsrLinear 128x128, 0.125, bias, gelu, forward and backward, compiled": "the same with GELU, compiled",
+    "attention forward B2 S8192 H16 D128 full, eager": "`attention` B2 S8192 H16 D128",
+    "attention forward B2 S8192 H16 D128 causal, eager": "the same, causal",
+    "attention backward B2 S8192 H16 D128 causal, eager": "its backward",
+    "block_sparse_attention of a FlexAttention mask, window 1024, B2 S8192 H16 D128, forward and backward, eager": (
+        "`block_sparse_attention`, a FlexAttention mask, forward and backward"
+    ),
 }
 SUITES = "gemm", "block-sparse", "attention", "training", "attention-backward"
 LARGE_COPY = "copy bandwidth"  # its time is that of other bytes
@@ -80,10 +80,24 @@ def results(suite: str, pattern: str) -> list[str]:
     return table(head, [cells(r, r["name"], True) for r in load(suite)["rows"] if re.match(pattern, r["name"])])
 
 
+def both_times(row: dict, label: str) -> list[str]:
+    """Cells of a row of single.json: times and speed of single calls, then of the kernels alone."""
+    found = [label, row["peer"]]
+    for kind in ("single", "kernels"):
+        ours, peer = row[kind]["ours"], row[kind][row["peer"]]
+        found += [microseconds(ours), microseconds(peer), f"{peer / ours:.2f}×"]
+    return found
+
+
+def single(labels: dict[str, str] | None = None) -> list[str]:
+    """Single calls and kernels alone: all rows, or those of `labels`, in its order."""
+    rows = {row["name"]: row for row in load("single")["rows"]}
+    head = ["call", "compared with", "µs", "its µs", "speed", "kernels alone, µs", "its µs", "speed"]
+    return table(head, [both_times(rows[name], label) for name, label in (labels or {n: n for n in rows}).items()])
+
+
 def readme() -> list[str]:
-    rows = {r["name"]: r for suite in reversed(SUITES) for r in load(suite)["rows"]}  # of one name the first suite's
-    shown = [cells(rows[name], label, False) for name, label in README_ROWS.items()]
-    return table(["bf16", "µs", "TFLOP/s", "beside it", "µs", "ratio"], shown)
+    return single(README_ROWS)
 
 
 def measured() -> list[str]:
@@ -113,7 +127,7 @@ def missed() -> list[str]:
 
 def written(text: str) -> str:
     """The document with every table as the result files have it."""
-    special = {"readme": readme, "measured": measured, "missed": missed}
+    special = {"readme": readme, "single": single, "measured": measured, "missed": missed}
 
     def fill(match: re.Match) -> str:
         name = match[2]
