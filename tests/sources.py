@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("cute_kernels", "sparse_collective", "attention", "integrations")  # each may import those before it
+PACKAGES = ("cute_kernels", "sparse_collective", "attention")  # each may import those before it
 
 
 @functools.cache

@@ -33,6 +33,11 @@ def test_a_package_imports_nothing_above_it(package):
     assert not [edge for edge in edges() if edge[0].split(".")[0] == package and edge[1].split(".")[0] in above]
 
 
+def test_attention_does_not_import_its_integrations():
+    into = [edge for edge in edges() if edge[1].startswith("attention.integrations")]
+    assert not [edge for edge in into if not edge[0].startswith("attention.integrations")]
+
+
 @pytest.mark.parametrize("package", KNOW_NO_KERNEL)
 def test_the_ground_knows_no_kernel(package):
     assert not [edge for edge in edges() if edge[0].startswith(package) and edge[1].startswith("cute_kernels.matmul")]
