@@ -48,7 +48,7 @@ ANY = 0  # of Source.shared_rows and shared_columns: all tiles share the operand
 class KTile(NamedTuple):
     """Coordinates of one K-tile: the first ones in units of tiles, the last one an outer index."""
 
-    a: tuple  # (rest_m, rest_k, outer_a); of a pair of block rows two of these
+    a: tuple  # (rest_m, rest_k, outer_a)
     b: tuple  # (rest_k, outer_k), of D's column tile; where a tile has boxes, (rest_n, rest_k, outer_k) of each
 
 
@@ -66,8 +66,7 @@ class KTiles(Protocol):
 class Segments(Protocol):
     """K-tiles that come in segments, each of one kind, so that a mainloop has a loop for each and no branch in any.
 
-    What a kind says is between a source and its mainloop: which rows of a tile multiply (row pairs), or whether a tile
-    of scores is masked element by element (attention).
+    What a kind says is between a source and its mainloop, as whether a tile of scores is masked element by element.
     """
 
     count: Int32

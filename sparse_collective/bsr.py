@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
-from cute_kernels.runtime.derived import Again, Derived, state_of
+from cute_kernels.runtime.derived import Derived, state_of
 from cute_kernels.runtime.front import check_supported
 from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.runtime.torch_compat import in_graph_trace
@@ -32,8 +32,8 @@ from cute_kernels.runtime.torch_compat import in_graph_trace
 from . import checks as arguments
 from . import index_check
 from .conversions import Conversions, bits, of_bits, row_starts
+from .csc import csc_index
 from .like_tensor import LikeTensor
-from .transposed.family import index_of
 
 __all__ = ["BsrMatrix", "random_bsr"]
 
@@ -261,7 +261,7 @@ class BsrMatrix(Conversions, LikeTensor):
         own = {"stored": self.stored, "stored_scales": self.stored_scales, "base": self}
         own |= {"check": self.check, "checked": self.checked}
         if torch.compiler.is_compiling():  # the graph's ops ask the base for what is kept; of this nothing is used
-            crow, col, numbers, plans, _ = self._transposed_index()  # by torch, so that it is no Again
+            crow, col, numbers, plans, _ = self._transposed_index()
             view._set(**self._transposed_facts(crow, col, numbers, plans), **own)
             return view
         made = self.derived(("transposed",), self._transposed_index, _indices_of)
@@ -284,15 +284,13 @@ class BsrMatrix(Conversions, LikeTensor):
 
     T = mT = property(t)
 
-    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived, dict] | Again:
+    def _transposed_index(self) -> tuple[Tensor, Tensor, Tensor, Derived, dict]:
         """(crow_indices, col_indices, numbers) of the transpose, a place for what kernels must know of it, and one for
         attributes of views by the matrices' keys."""
         traced = torch.compiler.is_compiling() or in_graph_trace()  # the registered op checks
         if self.check and self.device.type != "meta" and not traced:
             self.check_indices()
-        made, again = index_of(self.crow_indices, self.col_indices, self.n_block_cols)
-        made = *made, Derived(), {}
-        return made if again is None else Again(made, again)
+        return *csc_index(self.crow_indices, self.col_indices, self.n_block_cols), Derived(), {}
 
     def _with_tensors(
         self, crow_indices: Tensor, col_indices: Tensor, values: Tensor, scales: Tensor | None
@@ -345,15 +343,15 @@ class BsrMatrix(Conversions, LikeTensor):
     def derived(self, key: tuple, make: Callable, tensors_of: Callable = tuple, *, rows_alone: bool = False):
         """`make()`, made of the indices alone, on their device, and `tensors_of` it its tensors; kept under `key`.
 
-        Made again if an index tensor has been changed in place, with `rows_alone` only if crow_indices has; in its own
-        tensors, where it is an Again, whose `again` gets this matrix. See Derived for streams and CUDA graphs.
+        Made again if an index tensor has been changed in place, with `rows_alone` only if crow_indices has. See Derived
+        for streams and CUDA graphs.
         """
         crow = self.crow_indices
         state = state_of(crow) if rows_alone else state_of(crow, self.col_indices)
         plans = self.plans
         if plans is None:
             plans, state = Derived(), None  # nothing is kept
-        return plans.get(key, crow, make, tensors_of, state, self)
+        return plans.get(key, crow, make, tensors_of, state)
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.

@@ -347,38 +347,6 @@ def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
     yield bsr(spec, spec.path, config, (32, 32), **matmul, batch="values", ranks=(4, 3, 3))
 
 
-def row_pairs_kernels(family, arch: str) -> list[GemmFacts]:
-    """Each configuration as a layer and with what its epilogue bears; operands of every kind."""
-    return buildable(family, _row_pairs(family, arch_named(arch)))
-
-
-def _row_pairs(family, spec: ArchSpec) -> Iterator[GemmFacts]:
-    configs = family.candidates(spec.path, BlockFacts(64, 64, "int32"), spec)
-    if not configs:
-        return
-    col, layer, heavy = (replace(epilogue, residual=None) for epilogue in (COL, LINEAR, full()))
-    for config in configs:
-        yield linear(spec, spec.path, config, (64, 64))
-        yield linear(spec, spec.path, config, (64, 128), epilogue=layer)
-        yield linear(spec, spec.path, config, (64, 64), epilogue=kept("row"))
-        yield bsr(spec, spec.path, config, (64, 64), epilogue=col)
-        yield bsr(spec, spec.path, config, (64, 64), ordered=True, epilogue=col)
-        yield bsr(spec, spec.path, config, (64, 64), epilogue=heavy)
-        yield bsr(spec, spec.path, config, (64, 64), epilogue=replace(col, bias="row"))
-        yield bsr(spec, spec.path, config, (64, 64), aligns=(8, 8, 1))
-        yield bsr(spec, spec.path, replace(config, cluster_n=1), (64, 64))
-        rows = replace(layer, bias_items=True)
-        yield linear(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 3, 3), epilogue=rows)
-        yield bsr(spec, spec.path, config, (64, 64), batch="values", ranks=(4, 2, 3), ordered=True)
-        view = {"permuted": True, "majors": ("m", "k", "m")}
-        yield linear(spec, spec.path, config, (64, 64), **view)
-        yield linear(spec, spec.path, config, (64, 64), **view, ordered=True, epilogue=layer)
-    config = configs[0]
-    changes = ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"})
-    for change in (*changes, {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"majors": ("k", "k", "n")}):
-        yield bsr(spec, spec.path, config, (64, 64), **change)
-
-
 def skinny_kernels(family, arch: str) -> list[GemmFacts]:
     """Each configuration with every epilogue; B in vectors and element by element; batches, runs."""
     spec = arch_named(arch)

@@ -39,12 +39,11 @@ from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
-from . import alignment, families, on_cpu, padded_rows  # noqa: F401 (importing families registers them)
+from . import alignment, families, on_cpu, padded_rows, tile_order  # noqa: F401 (importing families registers them)
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .chains import may_follow
 from .checks import RUN_MULTIPLE, check_group_numbers
-from .tile_order import reference as tile_order
 
 GATED = "bsr_gated_linear"
 NARROW = ("bsr_matmul", "bsr_linear")  # may write 8-bit floats

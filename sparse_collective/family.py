@@ -16,7 +16,7 @@ from cute_kernels.tile.element import BITS_16, Element
 from . import catalogue
 from .candidates import bsr_sm80, bsr_sm90
 from .fakes import bsr_args, has_scales
-from .tile_order.family import order_of
+from .tile_order import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
 NARROW_COLUMNS = 32  # of the narrowest tiles, which the sm_80 path has not

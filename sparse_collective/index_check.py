@@ -7,7 +7,7 @@ that its tensors' shapes fit together (arguments.py).
 import torch
 from torch import Tensor
 
-from cute_kernels.matmul.problem import NOT_KNOWN, PAIRED_ROWS, STATS_ROWS, PatternStats
+from cute_kernels.matmul.problem import NOT_KNOWN, STATS_ROWS, PatternStats
 
 
 def check(W) -> tuple[str, bool, PatternStats]:
@@ -27,18 +27,16 @@ def check(W) -> tuple[str, bool, PatternStats]:
     )
     longest = lengths.max() if len(lengths) else crow[0]
     group_rows = max(W.blocksize[0], STATS_ROWS)
-    columns = needed_columns(W, group_rows), needed_columns(W, 2 * PAIRED_ROWS, only=PAIRED_ROWS), longest
-    *wrong, even, listed, paired, longest = torch.stack([x.long() for x in (*flags, *columns)]).tolist()
+    *wrong, even, listed, longest = torch.stack(
+        [x.long() for x in (*flags, needed_columns(W, group_rows), longest)]
+    ).tolist()
     if any(wrong):
         return first_error(W), False, NOT_KNOWN
     if W.batch == "patterns":
         return "", bool(even), NOT_KNOWN
 
-    def share(columns: int, rows: int, digits: int) -> float:
-        return round(columns / max(1, -(-W.shape[-2] // rows) * cols), digits)
-
-    paired = share(paired, 2 * PAIRED_ROWS, 3) if W.blocksize[0] == PAIRED_ROWS else None
-    return "", bool(even), PatternStats(share(listed, group_rows, 2), paired, round(longest / max(1, cols), 2))
+    listed = round(listed / max(1, -(-W.shape[-2] // group_rows) * cols), 2)
+    return "", bool(even), PatternStats(listed, round(longest / max(1, cols), 2))
 
 
 def rows_of_all_items(W) -> Tensor:
@@ -53,13 +51,13 @@ def items_apart(W) -> Tensor:
     return crow[1:, 0] != crow[:-1, -1]
 
 
-def needed_columns(W, rows: int, only: int | None = None) -> Tensor:
+def needed_columns(W, rows: int) -> Tensor:
     """In how many block columns groups of so many rows of W have a block, summed over groups.
 
-    Of wrong indices any number; 0 of batches of patterns, and of blocks that are not `only` that high.
+    Of wrong indices any number; 0 of batches of patterns.
     """
     bm, cols = W.blocksize[0], W.n_block_cols
-    if W.nnz == 0 or W.batch == "patterns" or only not in (None, bm):
+    if W.nnz == 0 or W.batch == "patterns":
         return torch.zeros((), dtype=torch.int64, device=W.col_indices.device)
     crow = W.crow_indices.clamp(0, W.nnz).contiguous()
     numbers = torch.arange(W.nnz, dtype=crow.dtype, device=crow.device)

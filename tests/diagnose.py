@@ -76,9 +76,7 @@ class Where:
         self.facts, self.cfg = plan.facts, plan.facts.config
         self.batch, self.rows, self.cols = shape
         self.tile_m = getattr(self.cfg, "tile_m", STATS_ROWS)  # a tile of small blocks has one height
-        # a tile of row pairs is two block rows, and so one of all rows
-        self.paired = self.facts.family == "row pairs"
-        self.block_rows = self.facts.block.bm if self.facts.block and not self.paired else self.rows
+        self.block_rows = self.facts.block.bm if self.facts.block else self.rows
         self.tiles_m = -(-self.block_rows // self.tile_m)  # row tiles of a block row, or of all
         self.all_m, self.all_n = self.tiles_m * (self.rows // self.block_rows), -(-self.cols // self.cfg.tile_n)
         self.tiles = self.all_m * self.all_n * self.batch
@@ -100,9 +98,7 @@ class Where:
     def name(self, tile) -> str:
         l, row, col = tile
         text = f"tile row {row} of {self.all_m}, column {col} of {self.all_n}"
-        if self.paired:
-            text += f" (block rows {2 * row} and {2 * row + 1})"
-        elif self.facts.block:
+        if self.facts.block:
             text += f" (block row {row // self.tiles_m})"
         return text + (f", batch {l}" if self.batch > 1 else "")
 

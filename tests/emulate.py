@@ -25,7 +25,6 @@ from cute_kernels.runtime.families import family_of
 from cute_kernels.sparse24.format import KEPT, expand, unpack_metadata
 from sparse_collective.bsr24.matrix import unpack_blocks
 from sparse_collective.fakes import has_scales
-from sparse_collective.row_pairs.gemm import PairedSource
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
 from . import emulate_attention
@@ -92,7 +91,7 @@ class Emulated:
                 values = parts[-1]
                 assert of_w.shape == (values.shape[:-2].numel(),) and of_w.is_contiguous()
                 parts[-1] = values.float() * of_w.view(*values.shape[:-2], 1, 1)
-            kind = {"small blocks": self.small_blocks, "row pairs": self.paired}.get(self.facts.family, self.sparse)
+            kind = self.small_blocks if self.facts.family == "small blocks" else self.sparse
             acc = kind(*parts, b)
             if self.facts.epilogue.scales_operands:
                 of_w = None if self.facts.block.scaled else of_w
@@ -233,48 +232,6 @@ class Emulated:
             assert order.dtype == torch.int32 and torch.equal(
                 (tiles[:, 1] * m + tiles[:, 0]).sort().values, torch.arange(m * n).int()
             )
-
-    def paired(self, crow, ends, entries, order, values, b):
-        """The same, as the source of pairs walks: columns that both rows have, the upper alone, the lower alone."""
-        assert values.is_contiguous()
-        if self.facts.block.permuted:
-            values = values.mT
-        facts, (bm, bk) = self.facts, values.shape[-2:]
-        self.insist_on_order(order)
-        if batch := facts.block.batch:
-            assert batch == "values" and facts.block.run == 0 and values.dim() == facts.ranks[0] == 4
-        assert (bm, bk) == (facts.block.bm, facts.block.bk)
-        assert crow.dtype == getattr(torch, facts.block.index_dtype) and ends.dtype == entries.dtype == torch.int32
-        b = (b.mT if facts.transposed else b).float()  # (..., K, N)
-        rows, tile_k = (len(crow) - 1) * bm, facts.config.tile_k
-        items, blocks = (len(values), values.shape[1]) if batch else (1, None)
-        b = b.expand(items, *b.shape[-2:]) if batch else b
-        out = b.new_zeros(*b.shape[:-2], len(ends) * 2 * bm, b.shape[-1])
-        values = values.flatten(0, 1) if batch else values
-        tables = (table.numpy().astype(object) for table in (ends, entries))  # of Python's numbers
-        source = PairedSource(crow.tolist(), *tables, facts.k_tiles_per_block, None, blocks, items if batch else None)
-        wholes = out, b
-        for l, m in itertools.product(range(items), range(len(ends))):
-            out, b = (t[l] if batch else t for t in wholes)
-            k_tiles = source.for_tile(m, l, source.bounds(m, 0, l))
-            assert numbers(k_tiles.out(0)) == (m, 0, 0)
-            first = 0
-            for halves, end in zip(k_tiles.kinds, k_tiles.ends, strict=True):
-                for i in range(first, number(end)):
-                    tile = k_tiles.at(i)
-                    k, column = numbers(tile.b)
-                    part = b[..., column * bk + k * tile_k :, :][..., :tile_k, :]
-                    for half in range(2):
-                        at = number(tile.a[half][2])
-                        assert (at < len(values)) == (half in halves), "absent blocks lie past the last one"
-                        if half in halves:
-                            row = (2 * m + half) * bm
-                            block = values[at][:, k * tile_k : (k + 1) * tile_k]
-                            out[..., row : row + bm, :] += block.float() @ part
-                first = number(end)
-            assert first == number(k_tiles.count)
-        out = wholes[0][..., :rows, :]
-        return out.mT if facts.transposed else out
 
     def sampled(self, groups, columns, runs, starts, a, b, d):
         """The stored blocks of a @ b, in the order of the groups of boxes; of a batch, over each item's runs of K."""

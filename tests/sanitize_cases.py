@@ -286,7 +286,6 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "layers of 8-bit floats": of_float8_layers,
     "decoding, pages of 8-bit floats": of_float8_cache,
     "attention of 8-bit floats": of_float8_attention,
-    "bsr row pairs": only(family_is("row pairs"), partial(matmul, (64, 64), "banded", 5, 8, 264)),
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_collective.bsr import BsrMatrix, random_bsr
-from sparse_collective.small_blocks.tables_family import tables_of
+from sparse_collective.small_blocks.tables import tables_of
 
 from .bsr_parts import BLOCKSIZES, DEVICES, DTYPES, FORMS, INDEX_DTYPES, Operations, assert_same, parts, pointers, some
 from .cases import PATTERNS

@@ -208,9 +208,7 @@ CUBE = (8192, 8192, 8192)
         ((128, 128), (8192, 128, 8192), 1 / 16, {"longest": 1.0}, "bsr", {"split": 4}),
         ((128, 128), (8192, 128, 8192), 1 / 16, {"longest": 0.1}, "bsr", {"split": 1}),
         ((128, 128), (8192, 128, 8192), 1 / 16, {}, "bsr", {"split": 1}),
-        # 64x64 blocks of a band are paired, or slices of columns shared; at random a block row a tile does as well
-        ((64, 64), CUBE, 0.125, {"paired": 0.133}, "row pairs", {"tile_n": 192}),
-        ((64, 64), CUBE, 0.125, {"paired": 0.234}, "bsr", {}),
+        # 64x64 blocks of a band share slices of columns; at random a block row a tile does as well
         ((64, 64), CUBE, 0.125, {}, "bsr", {}),
         ((64, 64), CUBE, 0.125, {"listed": 0.33}, "bsr", {}),
         ((64, 64), CUBE, 0.125, {"listed": 0.15}, "small blocks", {"chunks": 4}),

@@ -75,7 +75,7 @@ def test_every_family_of_products_is_here():
 
 
 def test_all_pairs_are_met():
-    axes = axes_of(FAMILIES["row pairs sm_90"], "bsr_linear")
+    axes = axes_of(FAMILIES["small blocks sm_90"], "bsr_linear")
     chosen = all_pairs(axes, lambda chosen: True)
     for x in axes:
         for y in axes:

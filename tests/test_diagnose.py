@@ -9,7 +9,6 @@ import torch
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.plan import Plan
 from cute_kernels.scheduler import TileScheduler
-from sparse_collective.row_pairs.family import RowPairsConfig
 
 from .diagnose import Where, diagnose, kernel_view
 from .reference import assert_as_good_as_torch, normal, truth
@@ -34,7 +33,7 @@ def wrong_at(*places, shape=(512, 512), value=9.0):
 
 
 TALL, SPLIT_N = GemmConfig(256, 128, 64, 4, 2, 1), GemmConfig(64, 256, 64, 4, 1, 2)
-PAIRS, LOW = RowPairsConfig(128, 128, 64, 4, 1, 1, consumer_groups=2), GemmConfig(64, 128, 64, 4, 2, 2)
+LOW = GemmConfig(64, 128, 64, 4, 2, 2)
 FAULTS = {  # configuration, path, shape, block, the elements at fault, what is said of them
     "a warp": (
         SM80, "sm_80", (512, 512), None, (slice(128 + 64, 256), slice(64, 96)),  # lower left warp of tile (1, 1)
@@ -54,11 +53,6 @@ FAULTS = {  # configuration, path, shape, block, the elements at fault, what is 
     "slabs alternate between warpgroups": (
         TALL, "sm_90", (512, 512), None, (slice(128, 192), slice(0, 128)),
         ["consumer warpgroup 0, 64-row slab 2 of the tile"],
-    ),
-    "a tile of two block rows": (
-        PAIRS, "sm_90", (448, 512), (64, 64), (slice(256 + 64, 320 + 64), slice(128, 256)),
-        ["tile row 2 of 4, column 1 of 4 (block rows 4 and 5): 8192 of 16384 wrong",
-         "64-row slab 1 of the tile: 8192 wrong"],
     ),
     "row tiles of 64 and 48 rows in a block row": (
         LOW, "sm_80", (448, 256), (112, 64), (slice(112 + 64, 224), slice(0, 128)),

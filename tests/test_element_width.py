@@ -25,8 +25,6 @@ from cute_kernels.tile.element import BYTES, Element, element_of
 from cute_kernels.tile.hopper import smem_layout
 from sparse_collective import catalogue as sparse
 from sparse_collective.family import BSR
-from sparse_collective.row_pairs.family import ROW_PAIRS
-from sparse_collective.row_pairs.tables import pair_tables
 from sparse_collective.sampled.family import SAMPLED, facts_of
 from sparse_collective.skinny.family import SKINNY
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
@@ -37,7 +35,7 @@ from .reference import assert_as_good_as_torch, exact_and_torch, poisoned
 
 FP8, TF32 = "float8_e4m3fn", "float32"  # the second as tensor cores would read it
 DTYPES = {FP8: cutlass.Float8E4M3FN, "bfloat16": cutlass.BFloat16, TF32: cutlass.Float32}
-SPARSE = {BSR: (128, 128), ROW_PAIRS: (64, 128), SMALL_BLOCKS: (32, 64), SAMPLED: (64, 64)}
+SPARSE = {BSR: (128, 128), SMALL_BLOCKS: (32, 64), SAMPLED: (64, 64)}
 on_paths = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ("sm_89", "sm_90")])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -150,7 +148,7 @@ def test_k_tiles_hold_as_many_steps_whatever_the_width(dtype, tile_bytes):
 def test_configurations_of_any_width_are_legal(family, dtype, arch):
     """They fill shared memory as those of 16 bits do. What tensor cores cannot turn, or TMA not copy, is refused."""
     found, known = facts_for(family, arch, dtype), facts_for(family, arch, "bfloat16")
-    if family in (ROW_PAIRS, SMALL_BLOCKS) and arch != "sm_90":
+    if family is SMALL_BLOCKS and arch != "sm_90":
         assert not found
         return
     if family is SMALL_BLOCKS:  # its chunks have as many elements, whatever their width
@@ -201,7 +199,7 @@ def test_kernels_of_fp8_compile_without_spills(family, arch):
     """The instruction is that of the dtype; nothing of the kernel's source names it."""
     legal = [facts for facts in facts_for(family, arch, FP8) if not family.unsupported(facts)]
     if not legal:
-        assert family in (ROW_PAIRS, SMALL_BLOCKS) and arch != "sm_90"
+        assert family is SMALL_BLOCKS and arch != "sm_90"
         return
     assert family_of(legal[0]) is family
     report = inspect_kernel(legal[0])
@@ -218,8 +216,6 @@ def tables_of(family, mask, config, shape, block) -> tuple:
     crow[1:], col = mask.sum(1).cumsum(0), mask.nonzero()[:, 1].int()
     if family is BSR:
         return crow, col, None, None, None
-    if family is ROW_PAIRS:
-        return crow, *pair_tables(crow, col, mask.shape[1]), None
     return crow, *block_tables(crow, col, shape, block, config.cluster_m, True)
 
 
@@ -250,7 +246,6 @@ def test_a_dense_product_of_fp8(emulator, arch):
         pytest.param(BSR, "sm_90", (64, 224), 2, id="bsr sm_90"),
         pytest.param(SMALL_BLOCKS, "sm_90", (16, 32), 2, id="small blocks 16x32"),
         pytest.param(SMALL_BLOCKS, "sm_90", (64, 128), 2, id="small blocks 64x128"),
-        pytest.param(ROW_PAIRS, "sm_90", (64, 128), 1, id="row pairs"),
     ],
 )
 def test_block_sparse_products_of_fp8(emulator, monkeypatch, family, arch, block, which):

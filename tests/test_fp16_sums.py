@@ -191,7 +191,7 @@ def test_what_no_kernel_is_built_from():
         ({"acc_dtype": "bfloat16", "dtype": "float16"}, "sums in bfloat16 of float16"),
     ):
         assert words in DENSE.unsupported(catalogue.dense(spec, "sm_90", cfg, **changes))
-    for name, side in (("row pairs", 64), ("small blocks", 32), ("skinny", 128), ("sparse24", 0)):
+    for name, side in (("small blocks", 32), ("skinny", 128), ("sparse24", 0)):
         block = BlockFacts(side, side, "int32") if side else None
         config = family_named(name).candidates("sm_90", block, spec)[0]
         facts = catalogue.dense(spec, "sm_90", config, **catalogue.FP16_SUMS, block=block)

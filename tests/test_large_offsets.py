@@ -13,7 +13,7 @@ import cute_kernels
 from cute_kernels import gemm
 from sparse_collective import BsrMatrix, bsr_linear, sddmm
 from sparse_collective.sampled import eager as sampled
-from sparse_collective.sampled.tables_family import groups_of
+from sparse_collective.sampled.tables import groups_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator

@@ -24,7 +24,8 @@ from sparse_collective.nn import (
     prune_,
     sparsify_,
 )
-from sparse_collective.nn.pattern import Pattern, indices_of, moved, origins, random_keys, top_keys, top_keys_of_rows
+from sparse_collective.pattern import Pattern, indices_of, random_keys, top_keys, top_keys_of_rows
+from sparse_collective.pattern_update import moved, origins
 
 from .nn_parts import layer_of, masked, near
 from .reference import normal
@@ -79,10 +80,10 @@ def test_top_keys():
 
 def test_origins():
     old, new = torch.tensor([1, 4, 9]), torch.tensor([0, 4, 5, 9, 12])
-    origin, known = origins(old, new)
-    assert known.tolist() == [False, True, False, True, False]
+    origin = origins(old, new)
+    assert origin.tolist() == [-1, 1, -1, 2, -1]
     blocks = torch.tensor([[1.0], [float("nan")], [3.0]])
-    assert moved(blocks, origin, known).nan_to_num(7.0).flatten().tolist() == [0, 7, 0, 3, 0]
+    assert moved(blocks, origin).nan_to_num(7.0).flatten().tolist() == [0, 7, 0, 3, 0]
 
 
 # Scores

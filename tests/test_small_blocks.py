@@ -15,11 +15,8 @@ from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.families import unsupported
 from cute_kernels.tile.element import BITS_16
 from sparse_collective import bsr_linear, bsr_matmul, catalogue
-from sparse_collective.row_pairs.tables_family import tables_of as pair_tables_of
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
-from sparse_collective.small_blocks.tables import block_tables, table_shapes
-from sparse_collective.small_blocks.tables_family import tables_of
-from sparse_collective.small_blocks.tables_kernel import block_tables_on_gpu
+from sparse_collective.small_blocks.tables import block_tables, table_shapes, tables_of
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from . import cases
@@ -157,20 +154,13 @@ def test_every_block_is_met_once_and_in_its_place(block, rows, cols, density, cl
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cluster", "k_major", "index_dtype"), [(1, True, torch.int64), (2, False, torch.int32)])
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 16), (16, 128)], ids=lambda b: f"{b[0]}x{b[1]}")
-@pytest.mark.parametrize("pattern", cases.PATTERNS)
-def test_the_kernel_plans_as_torch_does(pattern, block, cluster, k_major, index_dtype):
-    mask = cases.PATTERNS[pattern](1700 // block[0] + 1, 2500 // block[1] + 1)
-    crow, col = (t.cuda() for t in cases.mask_to_indices(mask, index_dtype))
+def test_a_gpu_makes_the_tables_of_the_cpu(block, cluster, k_major, index_dtype):
+    mask = cases.bernoulli(1700 // block[0] + 1, 2500 // block[1] + 1, 0.3)
+    crow, col = cases.mask_to_indices(mask, index_dtype)
     shape = mask.shape[0] * block[0], mask.shape[1] * block[1]
-    ours, by_torch = (plan(crow, col, shape, block, cluster, k_major) for plan in (block_tables_on_gpu, block_tables))
-    assert torch.equal(ours.counts, by_torch.counts)
-    segments, per_chunk = CONSUMERS * cluster, Geometry.of_block(*block, k_major).slices
-    for group, count in enumerate(ours.counts.tolist()):
-        assert torch.equal(ours.slices[group, :count], by_torch.slices[group, :count])
-        words = slice(-(-count // per_chunk)), slice(segments)
-        assert torch.equal(ours.words[group][words], by_torch.words[group][words])
-    if len(col):
-        assert torch.equal(ours.order, by_torch.order)
+    there = crow.cuda(), col.cuda()
+    found, expected = (block_tables(*on, shape, block, cluster, k_major) for on in (there, (crow, col)))
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (16, 128), (256, 32)])
@@ -186,13 +176,12 @@ def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     assert W.key != before and W.to(torch.float16).stats == W.stats
 
 
-@pytest.mark.parametrize("plan", [lambda W: tables_of(W, 2, False), pair_tables_of], ids=["small blocks", "row pairs"])
-def test_a_plan_is_kept_until_the_indices_change(plan):
+def test_a_plan_is_kept_until_the_indices_change():
     W = bsr(cases.bernoulli(30, 20, 0.3), (64, 64))
-    first = plan(W)
-    assert plan(W) is first and tables_of(W, 1, False) is not first
+    first = tables_of(W, 2, False)
+    assert tables_of(W, 2, False) is first and tables_of(W, 1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
-    assert plan(W) is not first
+    assert tables_of(W, 2, False) is not first
 
 
 @pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])

@@ -306,10 +306,9 @@ def test_known_plans_are_not_confused(device):
 
 def test_what_no_kernel_is_built_from():
     spec = ARCHS["sm_90"]
-    for name, side in (("row pairs", 64), ("skinny", 128)):
-        config = family_named(name).candidates("sm_90", BlockFacts(side, side, "int32"), spec)[0]
-        facts = catalogue.dense(spec, "sm_90", config, **catalogue.TF32, block=BlockFacts(side, side, "int32"))
-        assert "multiplied by those of dense and BSR products" in family_named(name).unsupported(facts)
+    skinny, block = family_named("skinny"), BlockFacts(128, 128, "int32")
+    facts = catalogue.dense(spec, "sm_90", skinny.candidates("sm_90", block, spec)[0], **catalogue.TF32, block=block)
+    assert "multiplied by those of dense and BSR products" in skinny.unsupported(facts)
     config = DENSE.candidates("sm_90", None, spec)[0]
     for majors in (("m", "k", "n"), ("k", "n", "n")):
         facts = catalogue.dense(spec, "sm_90", config, **catalogue.TF32 | {"majors": majors})

@@ -1,12 +1,5 @@
-"""The order of work tiles: every tile once, and workers that finish together; the kernel that makes it; the op with it.
+"""The order of work tiles: every tile once, and workers that finish together; products whose kernels take it."""
 
-Without a GPU torch's table is checked, and the kernel's arithmetic held to it; with one the kernels run.
-"""
-
-from types import SimpleNamespace
-from unittest import mock
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +7,10 @@ from hypothesis import strategies as st
 
 from cute_kernels.scheduler import TileScheduler
 from sparse_collective import bsr_matmul
-from sparse_collective.tile_order import kernel
-from sparse_collective.tile_order.family import order_of
-from sparse_collective.tile_order.kernel import Divisors, Mark, Placement, fits, work_order_on_gpu
-from sparse_collective.tile_order.reference import LONG, MOST_CHUNKS, OVERHEAD, Tiles, work_order
+from sparse_collective.tile_order import LONG, MOST_CHUNKS, OVERHEAD, work_order
 
 from . import cases
-from .bsr_parts import BOTH_OPS, INDEX_DTYPES, bsr, operands
+from .bsr_parts import BOTH_OPS, INDEX_DTYPES, Operations, bsr, operands
 from .products import check
 
 
@@ -86,6 +76,56 @@ def test_panels_stay_together():
     ]
 
 
+def by_hand(lengths, *, row_tiles, steps, tiles_n, batch, group, workers) -> list[tuple[int, int]]:
+    """work_order, one tile after the other."""
+    cost = [length * steps + OVERHEAD for length in lengths]
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-cost[row], row))
+    tiles = []  # sort key, place among all row tiles, coordinates, cost
+    for place, (rank, i) in enumerate((rank, i) for rank in range(len(lengths)) for i in range(row_tiles)):
+        row = longest_first[rank]
+        short = cost[row] * len(lengths) < LONG * sum(cost)
+        for l in range(batch):
+            for n in range(tiles_n):
+                key = short, l, n // min(group, tiles_n), place, n
+                tiles.append((key, place, (row * row_tiles + i, l * tiles_n + n), cost[row]))
+    tiles.sort()
+    if workers is None:
+        return [tile[2] for tile in tiles]
+    rounds = -(-len(tiles) // workers)
+    at_once = -(-rounds // MOST_CHUNKS)
+    table, load = [(-1, -1)] * (rounds * workers), [0] * workers
+    for first in range(0, rounds, at_once):
+        chunk = sorted(tiles[first * workers : (first + at_once) * workers], key=lambda tile: tile[1])
+        least, added = sorted(range(workers), key=lambda worker: load[worker]), [0] * workers
+        last = min(at_once, rounds - first) - 1
+        for j, tile in enumerate(chunk):
+            round_, slot = divmod(j, workers)
+            worker = least[workers - 1 - slot if round_ % 2 and round_ < last else slot]
+            table[(first + round_) * workers + worker] = tile[2]
+            added[worker] += tile[3]
+        load = [a + b for a, b in zip(load, added, strict=True)]
+    return table
+
+
+@given(steps=st.integers(1, 3), index_dtype=st.sampled_from(INDEX_DTYPES), **PROBLEMS)
+def test_the_order_is_that_of_a_loop_over_tiles(lengths, index_dtype, **tiles):
+    order = work_order(crow_of(lengths).to(index_dtype), **tiles)
+    assert [tuple(tile) for tile in order.tolist()] == by_hand(lengths, **tiles)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("workers", [1, 5, 132, None])
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_the_order_of_many_rounds(device, rows, workers):
+    """Several rounds a chunk, which go to and fro; panels and long rows that end inside a chunk; equal lengths."""
+    tiles = {"row_tiles": 2, "steps": 2, "tiles_n": 43, "batch": 2, "group": 8, "workers": workers}
+    for lengths in (torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,)), torch.full((rows,), 5)):
+        with Operations() as operations:
+            order = work_order(crow_of(lengths).to(device), **tiles)
+        assert not operations.asked(), "it waits for nothing"
+        assert [tuple(tile) for tile in order.tolist()] == by_hand(lengths.tolist(), **tiles)
+
+
 @BOTH_OPS
 @pytest.mark.parametrize("pattern", ["power_law", "empty_rows", "one_full_row", "no_blocks", "bernoulli"])
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 32), (256, 64), (48, 112)], ids=str)
@@ -110,111 +150,3 @@ def test_a_check_tells_whether_rows_are_even(mask, even):
     assert not W.even, "not known yet"
     W.check_indices()
     assert W.even is even
-
-
-# -- the kernel -----------------------------------------------------------------------------------------------
-
-
-@given(steps=st.integers(1, 3), **PROBLEMS)
-def test_the_kernels_steps_give_the_same_table(lengths, **tiles):
-    crow = crow_of(lengths)
-    assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
-
-
-@pytest.mark.parametrize("workers", [1, 5, 132, kernel.MOST_WORKERS])
-@pytest.mark.parametrize("rows", [1, 64, 300])
-def test_the_kernels_steps_of_larger_problems(rows, workers):
-    """Several rounds a chunk, and so slots taken to and fro; panels and classes that end inside a chunk."""
-    crow = crow_of(torch.randint(0, 40, (rows,)) // torch.randint(1, 20, (rows,)))
-    tiles = {"row_tiles": 2, "steps": 2, "tiles_n": 43, "batch": 2, "group": 8, "workers": workers}
-    assert torch.equal(emulated_order(crow, **tiles), work_order(crow, **tiles))
-
-
-def emulated_order(crow, *, row_tiles, steps, tiles_n, batch, group, workers):
-    """The kernel step by step, all threads at once, by its own arithmetic."""
-    with mock.patch.object(kernel, "cutlass", SimpleNamespace(min=np.minimum, max=np.maximum)):
-        to_workers, workers, group = workers is not None, workers or 1, min(group, tiles_n)
-        rows, tiles_m = len(crow) - 1, (len(crow) - 1) * row_tiles
-        entries = -(-tiles_m * tiles_n * batch // workers) * workers
-        rounds = -(-(entries // workers) // MOST_CHUNKS)
-        by = Divisors(tiles_m, row_tiles, tiles_n, group, workers, rounds * workers)
-        placement = Placement(tiles_m, row_tiles, tiles_n, batch, group, workers, rounds, by)
-
-        cost = np.diff(crow.long().numpy()) * steps + OVERHEAD
-        keys, long = sorted_rows(cost), int((cost * rows >= LONG * cost.sum()).sum()) * row_tiles
-        column, tile = placement.split(np.arange(placement.items))
-        rank = tile // row_tiles
-        position = entry = placement.position(column, tile, long)
-        table = np.full((entries, 2), -1)
-        if to_workers:
-            chunk, chunks = position // placement.chunk_items, -(-entries // placement.chunk_items)
-            bounds = np.minimum(np.arange(chunks + 1) * placement.chunk_items, placement.items)
-            marks = [[np.broadcast_to(part, bounds.shape) for part in placement.mark(bounds, long, s)] for s in (0, 1)]
-            marks = np.array(marks)  # (class, part, chunk)
-            short, _ = placement.class_of(tile, long)
-            begin, end = (Mark(*(marks[short, part, chunk + i] for part in range(3))) for i in (0, 1))
-            round_, slot = placement.slot(placement.place(column, tile, long, chunk, begin, end), chunk)
-            costs = np.zeros((chunks, workers), dtype=np.int64)
-            np.add.at(costs, (chunk, slot), -(keys[rank] >> 32))
-            entry = round_ * workers + assign_slots(costs)[chunk, slot]
-        table[entry] = np.stack([(keys[rank] & 0xFFFFFFFF) * row_tiles + tile % row_tiles, column], 1)
-        return torch.from_numpy(table).int()
-
-
-def sorted_rows(cost):
-    """Keys of rows as the kernel's network of exchanges leaves them."""
-    bits = max(1, (len(cost) - 1).bit_length())
-    keys = np.full(1 << bits, kernel.NO_ROW)
-    keys[: len(cost)] = -cost << 32 | np.arange(len(cost))
-    for k in range(1, bits + 1):
-        for j in range(k):
-            low, high = kernel.pair(np.arange(1 << (bits - 1)), k - 1 - j)
-            swap = (keys[low] > keys[high]) == ((low >> k) & 1 == 0)
-            keys[low], keys[high] = np.where(swap, keys[high], keys[low]), np.where(swap, keys[low], keys[high])
-    assert (np.diff(keys[: len(cost)]) > 0).all()
-    return keys
-
-
-def assign_slots(costs):
-    """The worker of each slot, (chunks, workers), from the slots' costs."""
-    workers = np.arange(costs.shape[1])
-    loads, taken = workers.copy(), np.zeros_like(costs)
-    for chunk in range(len(costs)):
-        rank = (loads < loads[:, None]).sum(1)
-        loads = loads + costs[chunk, rank] * kernel.MOST_WORKERS
-        taken[chunk, rank] = workers
-    return taken
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-@pytest.mark.parametrize("workers", [None, 1, 7, 66, 132, kernel.MOST_WORKERS])
-@pytest.mark.parametrize(
-    ("rows", "row_tiles", "tiles_n", "batch", "group"),
-    [
-        (1, 1, 1, 1, 1), (1, 2, 3, 2, 8), (64, 1, 43, 1, 8), (63, 2, 9, 3, 4), (512, 1, 32, 1, 4), (1025, 1, 5, 2, 2),
-        (4096, 1, 16, 1, 3), (kernel.MOST_ROWS, 1, 2, 1, 1),
-    ],
-)  # fmt: skip
-def test_the_kernel_orders_as_torch_does(rows, row_tiles, tiles_n, batch, group, workers, index_dtype):
-    tiles = {"row_tiles": row_tiles, "steps": 2, "tiles_n": tiles_n, "batch": batch, "group": group, "workers": workers}
-    long = torch.randint(0, 300, (rows,)) // torch.randint(1, 30, (rows,))
-    for lengths in (long, torch.full((rows,), 5), torch.zeros(rows, dtype=torch.int64)):
-        crow = crow_of(lengths).to("cuda", index_dtype)
-        assert torch.equal(work_order_on_gpu(crow, **tiles)[0], work_order(crow, **tiles))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "workers"), [(64, 132), (64, kernel.MOST_WORKERS + 1), (kernel.MOST_ROWS + 1, 9)])
-def test_beyond_the_kernels_limits_torch_orders(rows, workers):
-    W = bsr(cases.power_law(rows, 8), (16, 16), "cuda")
-    tiles = {"row_tiles": 1, "steps": 1, "tiles_n": 20, "batch": 1, "group": 4, "workers": workers}
-    assert torch.equal(order_of(W, Tiles(**tiles)).cpu(), work_order(W.crow_indices.cpu(), **tiles))
-
-
-def test_what_the_kernel_serves():
-    tiles = {"row_tiles": 2, "steps": 1, "tiles_n": 20, "batch": 3, "group": 4, "workers": 132}
-    assert fits(1, **tiles) and fits(kernel.MOST_ROWS, **tiles) and fits(64, **{**tiles, "workers": None})
-    assert not fits(kernel.MOST_ROWS + 1, **tiles)
-    assert not fits(64, **{**tiles, "workers": kernel.MOST_WORKERS + 1})
-    assert not fits(64, **{**tiles, "tiles_n": kernel.MOST_ITEMS // 64})

@@ -30,7 +30,6 @@ class GemmConfig:
     # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
     warp_specialised: ClassVar[bool] = True
     boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
-    rows_per_tile: ClassVar[int] = 1  # block rows that a tile may be made of
     panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
     waits: ClassVar[bool] = False  # whether sm_90's kernel waits for a K-tile's products before it starts the next
     stored: ClassVar[int] = 1  # of so many columns of A one is stored
@@ -198,7 +197,7 @@ class GemmFacts:
         Dense products gain nothing by it: their tiles have more K-tiles. Heavy epilogues, operands of fp32, blocks that
         are no whole K-tiles wide, and sampled products, which have more boxes to address, would spill.
         """
-        rows = self.family in ("bsr", "bsr24", "row pairs")
+        rows = self.family in ("bsr", "bsr24")
         light = (self.epilogue.is_light or self.gate_apart) and self.element.width <= 2
         return self.path == "sm_90" and rows and light and self.block.bk % min(self.config.tile_k, self.block.bk) == 0
 

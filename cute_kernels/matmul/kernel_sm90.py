@@ -69,10 +69,7 @@ class GemmSm90:
         self.in_turns = cfg.consumer_groups > cfg.rings  # groups multiply in turns, and share a ring
         self.mainloop = mainloop(facts.k_blocks, 1 + self.in_turns, cfg.cluster_n > 1, cfg.cluster_m > 1)
         self.k_of_a = cfg.tile_k // self.mainloop.stored  # columns of A that are stored of a K-tile
-        self.parts = self.mainloop.boxes_a  # boxes of A that TMA loads for a tile, one under the other
         self.box_n = cfg.tile_n // cfg.boxes_b  # columns of a box of B
-        # CTAs that load a part of each of A's boxes; of a pair's two boxes each CTA loads a whole one
-        self.sharers_a = cfg.cluster_n if self.parts == 1 else 1
         self.store = (GatedStoreSm90 if facts.gate_apart else StoreSm90)(facts, self.group_n, self.out_dtype)
         sharers = cfg.cluster_m + cfg.cluster_n - 1  # CTAs of this one's row and column
         self.arrivals = {"AB": Arrivals(1, 4 * self.warpgroups, groups=cfg.consumer_groups, sharers=sharers)}
@@ -94,12 +91,6 @@ class GemmSm90:
         sB = smem_layout(self.dtype, cfg.tile_n, cfg.tile_k, stages, b_k, cfg.boxes_b)
         sD = smem_layout(self.out_dtype, 64, store.epi_n, store.buffers * self.consumers, store.n_major)
         return sA, sB, sD
-
-    def boxes_of_a(self):
-        """sA as TMA writes it, (tile_m / parts, k_of_a, parts x PIPE): a stage's parts lie one behind the other."""
-        cfg, parts = self.cfg, self.parts
-        a_k = self.facts.majors[0] == "k"
-        return smem_layout(self.dtype, cfg.tile_m // parts, self.k_of_a, cfg.stages * cfg.rings * parts, a_k)
 
     def boxes_of_b(self):
         """sB as TMA writes it, (tile_n / boxes, tile_k, boxes x PIPE)."""
@@ -183,8 +174,8 @@ class GemmSm90:
         columns = min(self.group_n, self.mainloop.columns)
         tiled_mma = self.make_mma(cfg.warps_m, cfg.warps_n, columns, self.mainloop.a_in_registers)
         tiled_mma_group = self.make_mma(1, 1, self.group_n)
-        tile_a, tile_b = (cfg.tile_m // self.parts, self.k_of_a), (self.box_n, cfg.tile_k)
-        tma_a, tA = self.make_load(mA, self.boxes_of_a(), tile_a, cfg.cluster_n > 1, self.sharers_a)
+        tile_a, tile_b = (cfg.tile_m, self.k_of_a), (self.box_n, cfg.tile_k)
+        tma_a, tA = self.make_load(mA, sA_layout, tile_a, cfg.cluster_n > 1, cfg.cluster_n)
         tma_b, tB = self.make_load(mB, self.boxes_of_b(), tile_b, cfg.cluster_m > 1, cfg.cluster_m)
         tma_d, tD = self.store.make_tma(mD, sD_layout)
         tma_z, tZ = None, None
@@ -268,11 +259,10 @@ class GemmSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.mainloop.registers[0])
             if warp == 0 if const_expr(cfg.rings == 1) else warp < cfg.rings:
-                boxes_a, boxes_b = self.boxes_of_a(), self.boxes_of_b()
-                sA_boxes = storage.sA.get_tensor(boxes_a.outer, swizzle=boxes_a.inner)
+                boxes_b = self.boxes_of_b()
                 sB_boxes = storage.sB.get_tensor(boxes_b.outer, swizzle=boxes_b.inner)
                 self.produce(
-                    tma_a, mA, sA_boxes, tma_b, mB, sB_boxes, source, scheduler, ring, cta_layout,
+                    tma_a, mA, sA, tma_b, mB, sB_boxes, source, scheduler, ring, cta_layout,
                     (rank, rank_m, rank_n, rank_k), warp,
                 )  # fmt: skip
         else:
@@ -362,7 +352,7 @@ class GemmSm90:
         self,
         tma_a: cute.CopyAtom,
         mA: cute.Tensor,
-        sA_boxes: cute.Tensor,  # (tile_m / parts, k_of_a, parts x PIPE)
+        sA: cute.Tensor,  # (tile_m, k_of_a, PIPE)
         tma_b: cute.CopyAtom,
         mB: cute.Tensor,
         sB_boxes: cute.Tensor,  # (tile_n / boxes, tile_k, boxes x PIPE)
@@ -377,14 +367,14 @@ class GemmSm90:
         cfg = self.cfg
         rank, rank_m, rank_n, rank_k = ranks
         block, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # (tile_m / parts, k_of_a, rest_m, rest_k, outer_a) and (tile_n / boxes, tile_k, rest_n, rest_k, outer_k, L)
-        gA = cute.local_tile(mA, (cfg.tile_m // self.parts, self.k_of_a), (None, None, None))
+        # (tile_m, k_of_a, rest_m, rest_k, outer_a) and (tile_n / boxes, tile_k, rest_n, rest_k, outer_k, L)
+        gA = cute.local_tile(mA, (cfg.tile_m, self.k_of_a), (None, None, None))
         gB = cute.local_tile(mB, (self.box_n, cfg.tile_k), (None, None, None, None))
         tAsA, tAgA = cpasync.tma_partition(
             tma_a,
-            rank_n % self.sharers_a,
-            cute.make_layout(self.sharers_a),
-            cute.group_modes(sA_boxes, 0, 2),
+            rank_n % cfg.cluster_n,
+            cute.make_layout(cfg.cluster_n),
+            cute.group_modes(sA, 0, 2),
             cute.group_modes(gA, 0, 2),
         )
         tBsB, tBgB = cpasync.tma_partition(

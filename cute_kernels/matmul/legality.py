@@ -317,7 +317,7 @@ def smem_sm90(facts: GemmFacts) -> str:
 def _tile_sm90(facts: GemmFacts) -> str:
     """What WGMMA, the swizzles and the store ask of a tile."""
     cfg = facts.config
-    if facts.block and cfg.tile_m >= facts.block.bm * cfg.rows_per_tile + 64:
+    if facts.block and cfg.tile_m >= facts.block.bm + 64:
         return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
     if cfg.tile_m % (64 * cfg.warps_m):
         return f"{cfg.tile_m} rows among {cfg.warps_m} warpgroups: each takes a multiple of WGMMA's 64"

@@ -29,7 +29,6 @@ class MainloopSm90:
     columns = 256  # of one product of a warpgroup, at most
     a_in_registers = False
     multiplies_by_one = False  # which it takes from shared memory
-    boxes_a = 1  # that TMA loads of A for a K-tile, one under the other
     stored = 1  # of so many columns of A one is stored
     metadata_bytes = 0  # of A, of a stage; those of all stages lie behind A's ring
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384

@@ -7,7 +7,7 @@ from ..operand import Layout
 from ..tile.element import Element, element_of
 from .config import BlockFacts, EpilogueSpec
 
-STATS_ROWS, PAIRED_ROWS = 192, 64  # of PatternStats
+STATS_ROWS = 192  # of PatternStats
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,10 @@ class Extents:
 class PatternStats(NamedTuple):
     """What is known of a sparse operand's pattern, as shares of its block columns. None: as of blocks at random.
 
-    listed: the columns in which a group of STATS_ROWS rows has a block. paired: in which a pair of block rows has one,
-    where blocks are PAIRED_ROWS high. longest: that the longest block row has.
+    listed: the columns in which a group of STATS_ROWS rows has a block. longest: that the longest block row has.
     """
 
     listed: float | None = None
-    paired: float | None = None
     longest: float | None = None
 
 

@@ -10,7 +10,6 @@ from .torch_compat import (
     DisableFuncTorch,
     functorch_active,
     in_graph_trace,
-    increment_version,
     is_transformed,
     raw_stream,
 )
@@ -18,22 +17,13 @@ from .torch_compat import (
 MOST = 64  # values of one owner, besides pinned ones
 
 
-class Again(NamedTuple):
-    """What `make` may return: a value, and how to make it anew in its own tensors."""
-
-    value: Any
-    again: Callable  # of the owner that asks
-
-
 class Entry(NamedTuple):
     """A cached value."""
 
     value: Any
     state: Any
-    stream: torch.cuda.Stream | None  # that it was made on
-    number: int | None  # the stream's
+    number: int | None  # of the stream that it was made on
     done: torch.cuda.Event | None  # when it was finished there
-    again: Callable | None
     pinned: bool = False  # handed out during a capture: a CUDA graph may read its tensors whenever it is replayed
 
 
@@ -54,7 +44,7 @@ class Derived:
         self.replaced: tuple = ()  # pinned values whose key has a newer value
         self.most = most
 
-    def get(self, key, source: torch.Tensor, make: Callable, tensors_of: Callable, state=(), owner=None):
+    def get(self, key, source: torch.Tensor, make: Callable, tensors_of: Callable, state=()):
         """`make()`, cached under `key`, and made again when `state` differs; with state None nothing is cached.
 
         `source` is one of the tensors that it is made of: is_cuda takes 0.05 us, a device's type 0.25.
@@ -62,39 +52,24 @@ class Derived:
         Under FakeTensorMode and make_fx nothing is looked up or cached. Inside of a transform of torch.func, and in
         inference mode, values are made of plain tensors, for later calls outside.
 
-        What `make` returns as Again is made again in the same tensors, by `again(owner)`: what it was made of was
-        written in place, so that the old value is never read again. This is done on the stream that it was made on, and
-        not if the value is pinned; elsewhere and in a capture it is made by `make`.
-
         While a CUDA graph is captured, a missing value becomes part of the graph and is not cached; a cached one was
         finished before, since torch.cuda.graph synchronizes. Another stream waits for what one has made, and
         `tensors_of(value)` are its tensors, whose memory is not used again before that stream is done with them.
         """
         if state is None or in_graph_trace():
-            return _value(_made(source, make))
+            return _made(source, make)
         value = self.known(key, source, state, tensors_of)
         if value is not None:
             return value
-        found = self.kept.get(key)
-        cuda = source.is_cuda
-        here = cuda and found is not None and found.number == raw_stream(source.get_device())
-        if not cuda:
-            with lasting_memory(source.device):
-                value = _value(_made(source, make))
-            self._keep(key, Entry(value, state, None, None, None, None))
-            return value
-        if torch.cuda.is_current_stream_capturing():
-            return _value(_made(source, make))
-        if here and found.again is not None and not found.pinned:
-            found.again(owner)
-            found.done.record(found.stream)
-            self.kept[key] = Entry(found.value, state, *found[2:])
-            return found.value
+        if source.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _made(source, make)
         with lasting_memory(source.device):
-            made = _made(source, make)
-        value, again = made if type(made) is Again else (made, None)
-        stream = torch.cuda.current_stream(source.device)
-        self._keep(key, Entry(value, state, stream, stream.cuda_stream, stream.record_event(), again))
+            value = _made(source, make)
+        number = done = None
+        if source.is_cuda:
+            stream = torch.cuda.current_stream(source.device)
+            number, done = stream.cuda_stream, stream.record_event()
+        self._keep(key, Entry(value, state, number, done))
         return value
 
     def known(self, key, source: torch.Tensor, state, tensors_of: Callable):
@@ -134,10 +109,6 @@ def _made(source: torch.Tensor, make: Callable):
         return make()
 
 
-def _value(made):
-    return made.value if type(made) is Again else made
-
-
 def state_of(*tensors: torch.Tensor) -> tuple | None:
     """Equal for the same tensor objects as long as nothing was written to them; None where torch does not count that.
 
@@ -154,9 +125,3 @@ def state_of(*tensors: torch.Tensor) -> tuple | None:
 def captured(tensor: torch.Tensor) -> bool:
     """Whether what is made of this tensor now becomes part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def written(*tensors: torch.Tensor) -> None:
-    """Count a kernel's write in place as torch counts its own: what is kept of a tensor is made again, and autograd
-    raises if it has saved the tensor."""
-    increment_version(tensors)

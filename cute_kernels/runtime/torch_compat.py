@@ -40,7 +40,6 @@ __all__ = [
     "dispatch_modes",
     "empty_on_cuda",
     "entry_variable",
-    "foreach_copy_",
     "forward_ad",
     "functorch_active",
     "guard_attribute",
@@ -177,7 +176,6 @@ current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # () -> index
 
 # (shape, strides, dtype) -> tensor on the current CUDA device; inductor's, which takes 0.6 us less than torch's
 empty_on_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-foreach_copy_ = torch._foreach_copy_  # (destinations, sources): one launch for many tensors
 # (tuple of tensors): counts a write to each, but for those of inference mode. 0.1 us; torch.autograd.graph's takes 0.3
 increment_version = torch._C._increment_version
 

@@ -9,12 +9,12 @@ sparsify_, densify_             swap the linear layers of a model, and back
 prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training
 """
 
+from ..pattern import Pattern
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
 from .float8 import Float8BsrLinear, Float8SwiGLU
 from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .pattern import Pattern
 from .prune24 import Masked24BsrLinear, Masked24Linear, mask_2_4_, prune_2_4_
 from .pruning import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
 from .scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import checks as arguments
-from .pattern import Pattern, indices_of, random_keys
+from ..pattern import Pattern, indices_of, random_keys
 
 __all__ = ["drawn_indices", "given_indices", "owned"]
 

@@ -13,8 +13,8 @@ from cute_kernels.dtypes import FLOAT8
 from cute_kernels.functions import ACTIVATIONS
 
 from ..alignment import aligned
+from ..pattern import Pattern
 from .module import misfit
-from .pattern import Pattern
 
 __all__ = ["InferenceLinear", "StoredBlocks"]
 

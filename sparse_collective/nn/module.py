@@ -14,8 +14,8 @@ from cute_kernels.functions import ACTIVATIONS
 from .. import checks as arguments
 from ..alignment import aligned
 from ..bsr import BsrMatrix
+from ..pattern import Pattern
 from .indices import drawn_indices, given_indices, owned
-from .pattern import Pattern
 
 __all__ = ["BsrModule", "block_grid"]
 

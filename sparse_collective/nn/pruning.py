@@ -1,9 +1,9 @@
 """Choosing the pattern: prune once or by a schedule, drop and regrow blocks while training.
 
 change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronisation: nothing
-is planned or compiled again. On a GPU one kernel chooses the blocks, and one for each tensor moves them. prune_ lowers
-the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old pattern's tables in
-it, and must be captured again.
+is planned or compiled again. It takes some 60 small operations of torch, and a temporary copy of one tensor of blocks.
+prune_ lowers the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old
+pattern's tables in it, and must be captured again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..regrowth.family import blocks_moved, regrown
+from ..pattern import Pattern, indices_of, ranks, top_keys, top_keys_of_rows
+from ..pattern_update import moved, origins, update_pattern_
 from .linear import BsrLinear
 from .module import put_data
-from .pattern import Pattern, indices_of, moved, origins, ranks, regrown_by_torch, top_keys, top_keys_of_rows
 from .scores import Blocks, Scores, magnitude_of, plain
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
@@ -162,16 +162,10 @@ def change_pattern_(
     gradient = values.grad
     moving = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()
-    lane = nnz // rows if even_rows else None
-    change = cols, round(fraction * (lane if even_rows else nnz)), even_rows
-    origin = regrown(found, candidates, crow, col, *change)
-    if origin is None:
-        origin = regrown_by_torch(found, candidates, crow, col, *change)
-    left = blocks_moved(moving, origin, lane)
-    if left:
-        by_torch = origin.clamp(min=0), origin >= 0
-        for t in left:
-            t.copy_(moved(t, *by_torch))
+    dropped = round(fraction * (nnz // rows if even_rows else nnz))
+    origin = update_pattern_(found, candidates, crow, col, cols, dropped, even_rows)
+    for t in moving:
+        t.copy_(moved(t, origin))
     layer._pattern_changed(even=even_rows)
     return layer
 
@@ -205,15 +199,15 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
 def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Store the blocks `new` in place of `keys`, both ascending, and not as many."""
     values, gradient, pattern = layer.values, layer.values.grad, indices_of(new, *layer.grid)
-    origin, known = origins(keys, new)
-    gradient = None if gradient is None else moved(gradient, origin, known)
+    origin = origins(keys, new)
+    gradient = None if gradient is None else moved(gradient, origin)
     values.grad = None
-    put_data(values, moved(values, origin, known))
+    put_data(values, moved(values, origin))
     values.grad = gradient
     layer.col_indices = pattern[1]
     layer.crow_indices.copy_(pattern[0])
     if optimizer is not None:
-        _carry(optimizer, values, origin, known, len(keys))
+        _carry(optimizer, values, origin, len(keys))
     layer._random, layer._kept_pattern = False, None
     layer._adopt()
 
@@ -241,12 +235,12 @@ def carry_optimizer_state(
         raise ValueError(f"carry_optimizer_state: patterns of {grids[0]} and of {grids[1]} blocks")
     keys, new = old_pattern.keys(), new_pattern.keys()
     if len(keys):
-        _carry(optimizer, parameter, *origins(keys, new), len(keys))
+        _carry(optimizer, parameter, origins(keys, new), len(keys))
 
 
-def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, known: Tensor, nnz: int) -> None:
+def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, nnz: int) -> None:
     for name, t in _state_of_blocks(optimizer, parameter, nnz).items():
-        new = moved(t, origin, known)
+        new = moved(t, origin)
         if new.shape == t.shape:
             t.copy_(new)
         else:

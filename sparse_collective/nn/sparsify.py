@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks as arguments
+from ..pattern import top_keys, top_keys_of_rows
 from .gated import GatedBsrLinear, GatedLinear
 from .linear import BsrLinear
 from .module import block_grid
-from .pattern import top_keys, top_keys_of_rows
 from .scores import Blocks, Scores
 from .swap import (
     Change,

@@ -19,7 +19,7 @@ from .. import alignment, families  # noqa: F401 (importing families registers t
 from ..bsr import BsrMatrix
 from ..checks import RUN_MULTIPLE, check_group_numbers
 from .config import parts_of
-from .tables_family import groups_of
+from .tables import groups_of
 
 _PLANS = PlanCache()
 CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time

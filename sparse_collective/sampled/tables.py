@@ -1,8 +1,5 @@
 """Which stored blocks a work tile of a sampled product computes: made once per pattern, on its device, with no sync."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 
@@ -35,10 +32,10 @@ def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Te
     return torch.cat(groups).int()
 
 
-@dataclass(frozen=True)
-class BoxFacts:
-    """What the kernel that makes them is compiled from."""
-
-    family: ClassVar[str] = "box groups"
-    arch: str
-    index_dtype: str
+def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
+    """box_groups of a BsrMatrix, cached with its pattern."""
+    key = "boxes", parts, boxes
+    known = W.known(key, rows_alone=True)
+    if known is not None:
+        return known[0]
+    return W.derived(key, lambda: (box_groups(rows_of(W), W.nnz, parts, boxes),), rows_alone=True)[0]

@@ -15,7 +15,7 @@ from cute_kernels.tile.element import BITS_16, Element
 from .. import catalogue
 from ..family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
-from .tables_family import tables_of
+from .tables import tables_of
 from .tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes
 
 # Fitted to 90 times, as `cost` says, at the clock of a loaded card, which these do not load as much: so shared memory's
@@ -125,7 +125,6 @@ class SmallBlocks(BsrFamily):
             "sparse_collective.small_blocks.gemm",
             "sparse_collective.small_blocks.kernel_sm90",
             "sparse_collective.small_blocks.tables",
-            "sparse_collective.small_blocks.tables_kernel",
             "sparse_collective.small_blocks.tile",
         )
 

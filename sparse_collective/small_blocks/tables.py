@@ -9,8 +9,7 @@ order it meets their blocks. Made once per pattern, on its device, without waiti
 For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, column s of the chunk.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -85,14 +84,16 @@ def block_tables(
     return BlockTables(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
 
 
-@dataclass(frozen=True)
-class BlockTablesFacts:
-    """What a plan kernel is compiled from."""
+def tables_of(W, cluster: int, b_k_major: bool) -> BlockTables:
+    """block_tables of a BsrMatrix, cached with its pattern.
 
-    family: ClassVar[str] = "small block tables"
-    arch: str
-    bm: int
-    bk: int
-    index_dtype: str
-    cluster: int
-    b_k_major: bool = False
+    In the tables of a transposed view, `order` holds positions among the blocks that its base stores.
+    """
+
+    def make() -> BlockTables:
+        tables = block_tables(W.crow_indices, W.col_indices, W.shape[-2:], W.blocksize, cluster, b_k_major)
+        if W.numbers is None or W.nnz == 0:
+            return tables
+        return tables._replace(order=W.numbers.index_select(0, tables.order))
+
+    return W.derived(("small blocks", cluster, b_k_major), make)

@@ -7,15 +7,10 @@ Plans are made for each call anew and not kept, kernels are kept as long as the 
 """
 
 import contextlib
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-import sparse_collective.family
-import sparse_collective.row_pairs.family
-import sparse_collective.row_pairs.tables_family
-import sparse_collective.small_blocks.tables_family
 from cute_kernels.epilogue_gradient import eager as epilogue_gradient
 from cute_kernels.runtime import device
 from cute_kernels.runtime.cache import KernelCache
@@ -24,18 +19,6 @@ from cute_kernels.tf32_parts import eager as tf32_parts
 
 from ..signatures import insist_on_arguments
 from .emulate import emulated, emulator
-
-
-class OnGpu:
-    """A BsrMatrix that says to be on a GPU, to what asks it whether a kernel may make a table of it."""
-
-    device = SimpleNamespace(type="cuda")
-
-    def __init__(self, W):
-        self.matrix = W
-
-    def __getattr__(self, name):
-        return getattr(self.matrix, name)
 
 
 class GpuTensor(torch.Tensor):
@@ -59,16 +42,12 @@ def on_emulator(arch: str, sms: int = 4, path: str | None = None, **settings):
         stack.enter_context(mock.patch.object(KernelCache, "get", lambda _, facts, build: _checked(facts)))
         stack.enter_context(mock.patch.object(PlanCache, "known", lambda *_: None))
         stack.enter_context(mock.patch.object(PlanCache, "checked", _plan_anew(PlanCache.checked)))
-        for module, name, kind in (
-            (sparse_collective.family, "order_of", OnGpu),
-            (sparse_collective.row_pairs.family, "order_of", OnGpu),
-            (sparse_collective.row_pairs.tables_family, "_make", OnGpu),
-            (sparse_collective.small_blocks.tables_family, "_make", OnGpu),
-            (epilogue_gradient, "epilogue_gradient", lambda dy: dy.as_subclass(GpuTensor)),
-            (tf32_parts, "side_by_side", lambda x: x.as_subclass(GpuTensor)),
-            (tf32_parts, "along_k", lambda x: x.as_subclass(GpuTensor)),
+        for module, name in (
+            (epilogue_gradient, "epilogue_gradient"),
+            (tf32_parts, "side_by_side"),
+            (tf32_parts, "along_k"),
         ):
-            stack.enter_context(mock.patch.object(module, name, _called_with(getattr(module, name), kind)))
+            stack.enter_context(mock.patch.object(module, name, _called_on_gpu(getattr(module, name))))
         yield
 
 
@@ -88,6 +67,6 @@ def _plan_anew(checked):
     return lambda cache, op, terms, *call: checked(cache, op, None, *call)
 
 
-def _called_with(function, kind):
+def _called_on_gpu(function):
     """The function, with its first argument as one of a GPU."""
-    return lambda first, *more: function(kind(first), *more)
+    return lambda first, *more: function(first.as_subclass(GpuTensor), *more)

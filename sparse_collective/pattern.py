@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import index_check
+from . import index_check
 
 __all__ = ["Pattern"]
 
-MAGNITUDE = 0x7FFFFFFF  # of a float32's bits, all but the sign
-INFINITE = 0x7F800000
+MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 without its sign
+INFINITE = 0x7F800000  # the bits of infinity
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,42 +126,3 @@ def random_keys(rows: int, cols: int, nnz: int, device: torch.device | None = No
     lucky = torch.rand(rows, device=scores.device).argsort().argsort() < more
     chosen = rank < each + lucky[:, None].long()
     return top_keys(chosen.float(), nnz)
-
-
-def regrown_by_torch(
-    scores: Tensor, candidates: Tensor, crow: Tensor, col: Tensor, cols: int, dropped: int, even: bool
-) -> Tensor:
-    """regrowth.family.regrown on any device, of patterns of any size."""
-    rows, nnz = len(crow) - 1, len(col)
-    keys = torch.searchsorted(crow[1:], torch.arange(nnz, dtype=crow.dtype, device=col.device), right=True) * cols + col
-    lanes = rows if even else 1
-    here = nnz // lanes
-    order = ranks(scores).view(lanes, here).argsort(dim=1, stable=True)
-    kept = keys.view(lanes, here).gather(1, order[:, : here - dropped])
-    # All that is kept comes last, whatever the scores of others are; minus infinity counts as the lowest finite number.
-    rank = ranks(candidates).clamp_(max=INFINITE - 1).index_fill_(0, kept.flatten(), INFINITE)
-    grown = rank.view(lanes, -1).argsort(dim=1, stable=True)[:, :dropped]
-    if even:
-        grown = grown + torch.arange(lanes, device=col.device)[:, None] * cols
-    new = torch.cat([kept, grown], dim=1).flatten().sort().values
-    origin, known = origins(keys, new)
-    starts, columns = indices_of(new, rows, cols)
-    if not even:
-        crow.copy_(starts)
-    col.copy_(columns)
-    return torch.where(known, origin, -1).int()
-
-
-def origins(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of the ascending keys `new` (n,): its place in the ascending keys `old`, and whether it is there.
-
-    Returns (n,) int64, 0 to len(old) - 1, and (n,) bool. `old` is not empty.
-    """
-    place = torch.searchsorted(old, new).clamp_(max=len(old) - 1)
-    return place, old[place] == new
-
-
-def moved(t: Tensor, origin: Tensor, known: Tensor) -> Tensor:
-    """t's blocks (nnz_old, ...) at new places (n, ...): each from its origin, zeros where there is none."""
-    known = known.view(-1, *(1,) * (t.dim() - 1))
-    return torch.where(known, t.index_select(0, origin), torch.zeros((), dtype=t.dtype, device=t.device))

@@ -1,1 +1,0 @@
-"""Patterns that change in place: which blocks are stored next, and their values at their new places."""

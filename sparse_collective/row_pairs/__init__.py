@@ -1,1 +1,0 @@
-"""Blocks 64 high: a tile is two block rows, which share the columns that both have."""
