@@ -78,7 +78,7 @@ class Generation:
         needs("transformers", "transformers").logging.set_verbosity_error()
         from transformers.generation.configuration_utils import CompileConfig
 
-        from integrations.transformers import register
+        from attention.integrations.transformers import register
 
         register()
         self.compile_config = CompileConfig(**compile)

@@ -16,7 +16,7 @@ import torch
 import cute_kernels
 from cute_kernels.runtime.parallel import worker_pool
 
-from . import emulate, reference
+from . import emulate, reference, selection
 from .sass import attempt, remembered
 
 CACHE = "CUTE_KERNELS_CACHE_DIR"
@@ -24,7 +24,14 @@ EMULATED = "CUTE_KERNELS_EMULATED"  # kernels on the emulator that one process o
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-kernel", action="store_true", help="compile all of the catalogue, not a part of it")
+    parser.addoption("--all", action="store_true", dest="all_tests", help="run all tests, not the selection")
+    text = "besides the selection, run a share of the other tests that TEXT picks (a commit's hash)"
+    parser.addoption("--share", metavar="TEXT", help=text)
+    text = "besides the selection, run tests of kernel families whose sources have changed since COMMIT"
+    parser.addoption("--changed-since", metavar="COMMIT", help=text)
+    parser.addoption(
+        "--every-kernel", action="store_true", help="compile all of the catalogue, not a part of it; all tests"
+    )
     text = "run kernels on the emulator where torch stands in their place (docs/notes/emulator.md)"
     parser.addoption("--emulator", action="store_true", help=text)
     if importlib.util.find_spec("pytest_timeout") is None:  # its setting in pyproject.toml is no mistake then
@@ -48,6 +55,9 @@ def pytest_configure(config):
     # torch.compile would start a pool of processes in each process of tests; one of them once never came back.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.set_num_threads(1)  # CPU tensors here are small: threads only wait for each other, 5x on a busy machine
+    everything = config.option.all_tests or config.option.every_kernel
+    if not everything and selection.is_whole_suite(config):
+        config.pluginmanager.register(selection.Selection(config), "selection")
     if not os.environ.get(CACHE):  # processes that share the tests (pytest-xdist) inherit it, and share the folder
         folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")
         os.environ[CACHE] = folder

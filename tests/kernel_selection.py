@@ -112,6 +112,25 @@ def is_other_archs(facts) -> bool:
     return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
 
 
+def kernel_class(facts) -> tuple:
+    """Architecture, family, path, dtypes, mainloop and schedule. By default one kernel of each class is compiled.
+
+    Where another architecture has kernels of the same source, its family alone counts.
+    """
+    kind = facts.arch, facts.family
+    if is_other_archs(facts) or (facts.arch in LIKE_SM_80 and not of_float8(facts)):
+        return kind
+    kind += getattr(facts, "path", ""), getattr(facts, "dtype", "")
+    if isinstance(family_of(facts), ProductFamily):
+        cfg = facts.config
+        schedule = getattr(cfg, "consumer_groups", 1), cfg.split > 1, getattr(cfg, "rings", 1)
+        return *kind, type(cfg).__name__, *schedule, facts.promotes, facts.acc_dtype, facts.epilogue.gated
+    if isinstance(facts, FlashFacts | BackwardFacts):
+        fp8 = getattr(facts, "cache", None), getattr(facts, "fast", None)
+        return *kind, facts.head_dim > 128, facts.blocks is not None, *fp8
+    return kind
+
+
 @functools.cache
 def selected(spec) -> list:
     """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.

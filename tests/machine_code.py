@@ -1,85 +1,119 @@
-"""Whether a change leaves the machine code as it was: a hash of every kernel that the catalogues list.
+"""Compare the machine code of two commits, kernel by kernel.
 
-    python -m tests.machine_code --write          record the hashes, in tests/machine_code.txt; with --only, of those
-    python -m tests.machine_code --add            record those of new kernels alone, and forget kernels that are gone
-    python -m tests.machine_code [--only TEXT]    compile again, and list kernels whose code is none of those recorded
+    python -m tests.machine_code BASE               the working tree (tracked files) and BASE
+    python -m tests.machine_code BASE HEAD          two commits
+    python -m tests.machine_code BASE --only "dense: 128x256" --arch sm_90a
 
-Hashes are of the instructions alone (the cubin's .text sections), so kernels may be renamed. They hold for one version
-of the compiler, which the file names. No GPU is needed; all of it takes some 20 minutes on two cores.
+Both commits' sources are unpacked into a temporary folder, and their catalogues are compiled there. What is compared is
+a hash of a kernel's instructions (the cubin's .text sections), so a renamed kernel counts as unchanged. Hashes are kept
+in the user's cache folder by the sources and the compiler's version. No GPU is needed. All kernels of a commit take
+some 20 minutes on two cores. The exit status is 1 if a kernel changed or does not compile.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
+import io
 import os
+import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
-import attention  # noqa: F401 (importing it registers its families)
-import sparse_collective  # noqa: F401
-from cute_kernels.arch import ARCHS
-from cute_kernels.runtime import inspect
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel, families
-from cute_kernels.runtime.parallel import in_parallel
+import platformdirs
 
-RECORD = Path(__file__).with_suffix(".txt")
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("cute_kernels", "sparse_collective", "attention")
 COMPILER = "nvidia-cutlass-dsl"
 
 
-def hash_of(facts) -> str:
-    """Of the instructions of the kernel of these facts."""
-    return inspect.code_hash(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, check=True).stdout
 
 
 def catalogue() -> dict:
-    """name -> facts, of every kernel."""
-    found = {}
-    for family in families():
-        for spec in ARCHS.values():
-            for facts in family.catalogue(spec.name):
-                found[f"{spec.target}: {family.name}: {family.title(facts)}"] = facts
-    return found
+    """name -> facts of every kernel of the packages on sys.path."""
+    import attention  # noqa: F401 (importing it registers its families)
+    import sparse_collective  # noqa: F401
+    from cute_kernels.arch import ARCHS
+    from cute_kernels.runtime.families import families
+
+    kernels = [(s.target, f, facts) for f in families() for s in ARCHS.values() for facts in f.catalogue(s.name)]
+    return {f"{target}: {family.name}: {family.title(facts)}": facts for target, family, facts in kernels}
+
+
+def hash_of(named: tuple) -> str:
+    """Compile a kernel and hash its instructions."""
+    from cute_kernels.runtime import inspect
+    from cute_kernels.runtime.compile import cubin_of
+    from cute_kernels.runtime.families import compile_kernel
+
+    return inspect.code_hash(cubin_of(compile_kernel(named[1], keep_cubin=True).compiled))
+
+
+def read(cache: Path) -> dict[str, str]:
+    """name -> hash, from lines of a hash and a name."""
+    lines = cache.read_text().splitlines() if cache.exists() else ()
+    return {name: code for code, name in (line.split("  ", 1) for line in lines)}
+
+
+def compile_missing(cache: Path, names: Path, only: str, archs: list[str], jobs: int) -> None:
+    """Write the names of wanted kernels, and add missing hashes to a cache file. sys.path has one commit's sources."""
+    from cute_kernels.runtime.parallel import in_parallel
+
+    wanted = {n: f for n, f in catalogue().items() if only in n and (not archs or n.split(":")[0] in archs)}
+    names.write_text("\n".join(wanted))
+    known = read(cache)
+    missing = [(name, facts) for name, facts in wanted.items() if name not in known]
+    with cache.open("a") as file:
+        for count, outcome in enumerate(in_parallel(hash_of, missing, jobs), start=1):
+            if outcome.error:
+                print(f"{outcome.item[0]}: {outcome.error}", file=sys.stderr, flush=True)
+            else:
+                file.write(f"{outcome.value}  {outcome.item[0]}\n")
+                file.flush()
+            print(f"\r{count} of {len(missing)} kernels", end="", file=sys.stderr, flush=True)
+
+
+def hashes(commit: str, arguments: list[str]) -> dict[str, str]:
+    """name -> hash of a commit's kernels, or "no code" where one does not compile."""
+    trees = b"".join(git("rev-parse", f"{commit}:{package}") for package in PACKAGES)
+    key = hashlib.sha256(trees + importlib.metadata.version(COMPILER).encode()).hexdigest()[:16]
+    cache = platformdirs.user_cache_path("cute-kernels-machine-code") / f"{key}.txt"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="machine-code-") as folder:
+        tarfile.open(fileobj=io.BytesIO(git("archive", commit, *PACKAGES))).extractall(folder, filter="data")
+        names = Path(folder, "names")
+        command = [sys.executable, "-P", __file__, str(cache), str(names), "--compile", *arguments]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, cwd=folder, check=True)
+        known = read(cache)
+        return {name: known.get(name, "no code") for name in names.read_text().splitlines()}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="record the hashes")
-    parser.add_argument("--add", action="store_true", help="record the hashes of kernels whose names are new")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the kernels whose names have this in them")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.machine_code", description=__doc__, formatter_class=raw)
+    parser.add_argument("base")
+    parser.add_argument("head", nargs="?", help="default: the working tree's tracked files")
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose names contain TEXT")
+    parser.add_argument("--arch", action="append", default=[], metavar="NAME", help="such as sm_90a; may be repeated")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # this process has a commit's sources
     args = parser.parse_args()
-    named = {name: facts for name, facts in catalogue().items() if args.only in name}
-    version = f"{COMPILER} {importlib.metadata.version(COMPILER)}"
-    recorded = {}
-    if not args.write or args.only:
-        first, *lines = RECORD.read_text().splitlines()
-        if first != version:
-            print(f"{RECORD.name} was recorded with {first}, and this is {version}", file=sys.stderr)
-            return 2
-        recorded = {name: code for code, name in (line.split("  ", 1) for line in lines)}
-    if args.add:
-        named = {name: facts for name, facts in named.items() if name not in recorded}
-    known, found, changed = set(recorded.values()), {}, 0
-    numbered = list(named.items())
-    for outcome in in_parallel(_hash_of_named, numbered, args.jobs):
-        name = outcome.item[0]
-        found[name] = outcome.value or outcome.error
-        # A kernel whose name is not recorded may have had another one.
-        if not (args.write or args.add) and (
-            found[name] != recorded[name] if name in recorded else found[name] not in known
-        ):
-            changed += 1
-            print(f"{'changed' if name in recorded else 'new, or changed'}: {name}: {found[name]}", flush=True)
-    if args.write or args.add:
-        found = recorded | found
-        text = "".join(f"{found[name]}  {name}\n" for name in catalogue() if name in found)
-        RECORD.write_text(f"{version}\n{text}")
-    print(f"{len(found)} kernels, {changed} whose code is not recorded")
-    return 1 if changed else 0
-
-
-def _hash_of_named(item) -> str:
-    return hash_of(item[1])
+    if args.compile:
+        compile_missing(Path(args.base), Path(args.head), args.only, args.arch, args.jobs)
+        return 0
+    options = ["--only", args.only, "--jobs", str(args.jobs), *(o for name in args.arch for o in ("--arch", name))]
+    head = args.head or git("stash", "create").decode().strip() or "HEAD"
+    before, after = hashes(args.base, options), hashes(head, options)
+    changed = [name for name in before.keys() & after.keys() if before[name] != after[name] or after[name] == "no code"]
+    new = [name for name, code in after.items() if name not in before and code not in before.values()]
+    gone = [name for name, code in before.items() if name not in after and code not in after.values()]
+    for what, names in (("gone", gone), ("new", new), ("changed", sorted(changed))):
+        print("".join(f"{what}: {name}\n" for name in names), end="")
+    print(f"{len(after)} kernels: {len(changed)} changed, {len(new)} new, {len(gone)} gone")
+    return int(bool(changed) or "no code" in after.values())
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ from .emulator.ops import on_emulator
 from .products import run
 from .reference import normal, poisoned
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler (CXX)"
-)
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler (CXX)"),
+]
 PATHS = pytest.mark.parametrize("path", ["sm_80", "sm_90"])
 
 

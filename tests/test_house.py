@@ -1,7 +1,6 @@
 """The house stands as docs/architecture.md says: which way imports go, and how long functions are."""
 
 import ast
-import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,8 +12,8 @@ from cute_kernels.runtime.families import Family, families, load_all
 from cute_kernels.tile import barriers
 from cute_kernels.tile.barriers import Arrivals
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("cute_kernels", "sparse_collective", "attention", "integrations")  # each may import those before it
+from .sources import PACKAGES, ROOT, files, imports
+
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
 LONGEST = 120  # lines of a function
 SCRIPTS = {
@@ -22,37 +21,6 @@ SCRIPTS = {
     for name in (*PACKAGES, "bench", "demo", "docs", "examples", "tests")
     for path in (ROOT / name).rglob("*.py")
 }
-
-
-@functools.cache
-def files() -> dict[Path, ast.Module]:
-    """What modules hold. Read by the tests that ask: each process of tests imports this file."""
-    return {path: ast.parse(path.read_text()) for name in (*PACKAGES, "bench") for path in (ROOT / name).rglob("*.py")}
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def imports() -> dict[str, set[str]]:
-    """module -> the modules that its file imports, also inside functions."""
-    modules = {module_of(path) for path in files()}
-    graph = {}
-    for path, tree in files().items():
-        name = module_of(path)
-        package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        found = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                base = ".".join([*parts, *filter(None, [node.module])])
-                found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in modules else base for a in node.names}
-        graph[name] = (found & modules) - {name}
-    return graph
 
 
 def edges() -> list[tuple[str, str]]:
@@ -63,6 +31,11 @@ def edges() -> list[tuple[str, str]]:
 def test_a_package_imports_nothing_above_it(package):
     above = PACKAGES[PACKAGES.index(package) + 1 :] + ("bench",)
     assert not [edge for edge in edges() if edge[0].split(".")[0] == package and edge[1].split(".")[0] in above]
+
+
+def test_attention_does_not_import_its_integrations():
+    into = [edge for edge in edges() if edge[1].startswith("attention.integrations")]
+    assert not [edge for edge in into if not edge[0].startswith("attention.integrations")]
 
 
 @pytest.mark.parametrize("package", KNOW_NO_KERNEL)

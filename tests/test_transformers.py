@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.configuration_utils import CompileConfig  # noqa: E402
 
 from attention import patterns  # noqa: E402
-from integrations.transformers import register, set_block_mask  # noqa: E402
+from attention.integrations.transformers import register, set_block_mask  # noqa: E402
 
 register()
 transformers.logging.set_verbosity_error()

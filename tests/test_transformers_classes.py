@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from integrations.transformers import attention_function  # noqa: E402
+from attention.integrations.transformers import attention_function  # noqa: E402
 
 from . import transformers_walk as walk  # noqa: E402
 from . import transformers_zoo as zoo  # noqa: E402

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 from transformers import masking_utils as hf  # noqa: E402
 
 from attention import scaled_dot_product_attention  # noqa: E402
-from integrations.transformers.attention_function import attend  # noqa: E402
-from integrations.transformers.masks import make_mask  # noqa: E402
+from attention.integrations.transformers.attention_function import attend  # noqa: E402
+from attention.integrations.transformers.masks import make_mask  # noqa: E402
 
 from .emulator import emulate  # noqa: E402
 from .emulator.ops import on_emulator  # noqa: E402

@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 from transformers import masking_utils as hf  # noqa: E402
 
 from attention import attention, block_sparse_attention, patterns  # noqa: E402
+from attention.integrations.transformers import attention_function  # noqa: E402
+from attention.integrations.transformers.attention_function import attend  # noqa: E402
+from attention.integrations.transformers.kinds import Kind, kind_of  # noqa: E402
+from attention.integrations.transformers.masks import make_mask  # noqa: E402
 from cute_kernels import explain  # noqa: E402
 from cute_kernels.runtime.device import assume  # noqa: E402
-from integrations.transformers import attention_function  # noqa: E402
-from integrations.transformers.attention_function import attend  # noqa: E402
-from integrations.transformers.kinds import Kind, kind_of  # noqa: E402
-from integrations.transformers.masks import make_mask  # noqa: E402
 
 from .mask_parts import packed_function  # noqa: E402
 

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from integrations.transformers import masks
-from integrations.transformers.attention_function import HARMLESS, REFUSED, attend
+from attention.integrations.transformers import masks
+from attention.integrations.transformers.attention_function import HARMLESS, REFUSED, attend
 
 from . import transformers_layers as layers
 from . import transformers_zoo as zoo
 
 TOLERANCE = 2e-3  # of an output's standard deviation
-PACKAGES = ("/integrations/transformers/", "/attention/", "/cute_kernels/", "/sparse_collective/")
+PACKAGES = ("/attention/", "/cute_kernels/", "/sparse_collective/")
 
 
 @dataclasses.dataclass(frozen=True)

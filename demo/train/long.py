@@ -115,7 +115,7 @@ def by_packed(plan: LongPlan, device: torch.device) -> Callable:
 def prepared(name: str, plan: LongPlan, device: torch.device) -> tuple[str, BlockMask | Tensor]:
     """(transformers' name of a candidate's attention, the mask that the model is given)"""
     transformers = needs("transformers", "transformers")
-    from integrations.transformers import register
+    from attention.integrations.transformers import register
 
     if name == SDPA:
         return "sdpa", dense_mask(plan, device)

@@ -1,6 +1,6 @@
 """Attention of transformers' models by the kernels of `attention`.
 
-    from integrations.transformers import register
+    from attention.integrations.transformers import register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="cute_kernels")
