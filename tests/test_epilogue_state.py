@@ -57,6 +57,7 @@ class Slots:
 
 
 HOLDER, CALLED, SCALE, SLOTS, LEAKY = Holder(), Holder(), Scale(), Slots(), torch.nn.LeakyReLU(2.0)
+FILE = types.SimpleNamespace(factor=memoryview(b"2"))  # an object in C, of which nothing can be compared
 MODULE = types.ModuleType("user_module")
 MODULE.factor = 2.0
 
@@ -116,6 +117,7 @@ OUTSIDE = {
     "nested": (lambda z: z * TABLE["nested"][0]["factor"], write_item(TABLE["nested"][0])),
     "class": (lambda z: z * Config.factor, write_attribute(Config)),
     "object": (lambda z: z * HOLDER.factor, write_attribute(HOLDER)),
+    "slots": (lambda z: z * SLOTS.factor, write_attribute(SLOTS)),
     "module": (lambda z: z * MODULE.factor, write_attribute(MODULE)),
     "helper": (lambda z: z * helper(), write_global),
     "nn.Module": (lambda z: SCALE(z), write_attribute(SCALE)),
@@ -232,7 +234,7 @@ def test_numbers(form, device, backend):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda z: z * SLOTS.factor, "reads a value whose changes cannot be seen; capture the number"),
+        (lambda z: z * FILE.factor, "reads a value whose changes cannot be seen; capture the number"),
         (lambda z: z * globals()["FACTOR"], "reads a value whose changes cannot be seen; capture the number"),
     ],
 )

@@ -64,6 +64,7 @@ def of_helper():
 
 
 TABLE = {"reach": 100, "nested": {"reach": 100}, "list": [1, {"reach": 100}], "name": "table", (1, "x"): 3}
+GET = TABLE.get
 TENSORS = {"reach": torch.full((4,), 100), "other": torch.zeros(4)}
 USER_MODULE = types.ModuleType("user_module")
 OBJECT, SLOTS, CAPTURED, CHAIN = Helper(), Slots(), {"reach": 100}, ChainMap({"reach": 100})
@@ -91,6 +92,7 @@ def of_captured(table):
 THROUGH = {
     "dict": (lambda b, h, q, kv: (q - kv).abs() <= TABLE["reach"], put(TABLE)),
     "get": (lambda b, h, q, kv: (q - kv).abs() <= TABLE.get("reach", 1), put(TABLE)),
+    "bound get": (lambda b, h, q, kv: (q - kv).abs() <= GET("reach"), put(TABLE)),
     "nested": (lambda b, h, q, kv: (q - kv).abs() <= TABLE["nested"]["reach"], put(TABLE["nested"])),
     "list": (lambda b, h, q, kv: (q - kv).abs() <= TABLE["list"][1]["reach"], put(TABLE["list"][1])),
     "tensor": (

@@ -1,5 +1,6 @@
 """A function is traced once for each state that it can be in, and what it captures is not kept alive."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,10 +19,12 @@ from torch import nn
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.functional import silu
 
+from attention import mask_mods
 from cute_kernels import functions as F
 from cute_kernels.traced import memo
 from cute_kernels.traced.evaluate import evaluate
 from cute_kernels.traced.libraries import LIBRARIES, library_class, library_module, library_scope
+from cute_kernels.traced.record import TraceError
 
 CPU = torch.device("cpu")
 EPILOGUE, MASK = ("f", ("float32",), (2, 3), CPU), ("mask_mod", ("int32",) * 4, (), CPU)
@@ -159,6 +162,7 @@ def cell(factor):
 
 
 with_attribute.factor = 2.0
+TABLE = {"factor": 2.0}
 HERE = sys.modules[__name__]
 # name -> (owner, attribute or key, its other value, function), made anew for each test
 CHANGES = {
@@ -187,6 +191,7 @@ CHANGES = {
     "a nested list's": lambda: ((c := [[2.0]])[0], 0, 3.0, lambda x: x * c[0][0]),
     "a longer list": lambda: (c := [1.0, 1.0], slice(2, 2), [1.0], lambda x: x * sum(c)),
     "a dict's": lambda: (c := {"a": 2.0}, "a", 3.0, lambda x: x * c["a"]),
+    "a dict's, by a method": lambda: (c := {"a": 2.0}, "a", 3.0, lambda x, get=c.get: x * get("a")),
     "a longer dict": lambda: (c := {"a": 2.0}, "b", 1.0, lambda x: x * sum(c.values())),
     "a layer": lambda: (c := nn.Sequential(nn.Identity(), nn.Threshold(5.0, 2.0)), 1, nn.Threshold(5.0, 3.0), c),
     "a keyword": lambda: ((f := functools.partial(torch.clamp, min=2.0)).keywords, "min", 3.0, f),
@@ -219,15 +224,35 @@ def test_names_that_are_globals_too(traces):
 @pytest.mark.parametrize(
     "function",
     [
-        torch.relu, torch.Tensor.relu, nnf.silu, nn.GELU(), nn.Sequential(nn.ReLU(), nn.Tanh()), Leaky(0.1), Scale(2.0),
-        functools.partial(torch.clamp, min=0.0), lambda x: nnf.silu(x), lambda x: silu(x), lambda x: F.gelu_tanh(x),
+        torch.relu, torch.Tensor.relu, nnf.silu, lambda x: nnf.silu(x), lambda x: silu(x), lambda x: F.gelu_tanh(x),
         lambda x: x * by + other,
     ],
 )  # fmt: skip
-def test_what_is_kept(function, traces):
+def test_functions_are_traced_once(function, traces):
     memo.traced(function, *EPILOGUE)
     memo.traced(function, *EPILOGUE)
     assert len(traces) == 1
+
+
+def test_masks_of_the_project_are_traced_once(traces):
+    ids = torch.arange(4)
+    mask = mask_mods.And(mask_mods.Or(mask_mods.Band(5, 3), lambda b, h, q, kv: ids[q] > kv), mask_mods.Dilated(2))
+    assert memo.traced(mask, *MASK) is memo.traced(mask, *MASK) and len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.GELU(), nn.Sequential(nn.ReLU(), nn.Tanh()), Leaky(0.1), Scale(2.0), Scale(2.0).method, TABLE.get,
+        functools.partial(torch.clamp, min=0.0), lambda x: x * TABLE["factor"], lambda x: x * Base.factor,
+        lambda x, get=TABLE.get: x * get("factor"),
+    ],
+)  # fmt: skip
+def test_functions_that_read_other_things_are_traced_in_each_call(function, traces):
+    for _ in range(3):
+        with contextlib.suppress(TraceError):
+            memo.traced(function, *EPILOGUE)
+    assert len(traces) == 3
 
 
 def test_masks_are_kept(traces):

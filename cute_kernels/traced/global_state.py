@@ -4,8 +4,9 @@ The op of a mask_mod or score_mod takes the version beside the tensors among wha
 values of the forward pass. In a compiled graph both are inputs, read at each call. A graph with an epilogue function
 has a guard on the version: the numbers are constants of its kernel.
 
-The state of a function is that of memo.py, with a difference: of objects, classes and modules only those attributes
-count that the code names. So an attribute that others change, as a counter, makes no new version.
+Each reading walks through the values: 2 us for a number, 5 for a small dict, 12 for an object. Of objects, classes and
+modules only those attributes count that the code names, so an attribute that others change, such as a counter, makes no
+new version.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ import functools
 import itertools
 import types
 import weakref
-from collections import deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, defaultdict, deque
 
+import torch
 from torch import Tensor, nn
 
 from .libraries import library_class, library_module, library_scope, standard_library
-from .memo import (
-    ATTRIBUTE,
-    DYNAMIC,
-    MISSING,
-    MOST,
-    PLAIN,
-    STABLE,
-    State,
-    Unreadable,
-    contents_of,
-    global_names,
-    holder_of,
-    is_same,
-    is_special,
-)
+from .memo import ATTRIBUTE, DYNAMIC, LARGEST, MISSING, MOST, PLAIN, contents_of, global_names, holder_of, is_stable
 
 UNNAMED = {"getattr", "attrgetter", "__dict__", "__getattribute__", "asdict", "astuple"}  # read attributes unnamed
 LIBRARY_READS = {"__getitem__", "__iter__", "__len__", "__call__", "forward"}
+# Of a dataclass
+GENERATED = {
+    f"__{name}__" for name in "init repr eq hash lt le gt ge setattr delattr replace".split()
+}  # of a dataclass
+HEAP = 1 << 9  # in type.__flags__: the class is written in Python, or lives as such a one does
+SEQUENCES, DICTS = (tuple, list, set, frozenset, deque), (dict, types.MappingProxyType)
+CONTAINERS = {*SEQUENCES, *DICTS, OrderedDict, defaultdict}
+WRAPPERS = (  # (class, attributes that its instances lead to)
+    (types.MethodType, ("__func__", "__self__")),
+    (types.BuiltinFunctionType, ("__name__", "__self__")),
+    (functools.partial, ("func", "args", "keywords")),
+    (property, ("fget",)),
+    (staticmethod, ("__func__",)),
+    (classmethod, ("__func__",)),
+)
 ISSUED = 64  # versions of a state that cannot be compared, which a forward pass may still ask for
 
 STATES: dict[str, GlobalState | None] = {}  # by the name of a function or class in a text
@@ -59,57 +61,142 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-@dataclass
-class _NamedState(State):
-    names: frozenset[str] = frozenset()
-    codes: set = field(default_factory=set)
-    named: list[tuple] = field(default_factory=list)  # (object, [(attribute, holder)])
+class _Walk:
+    """A walk through what code with these names may read of values.
 
-    def holds(self) -> bool:
-        for ref, pairs in self.named:
-            owner = ref()
-            if owner is None:
-                return False
-            fields = vars(owner)
-            for name, holder in pairs:
-                if not is_same(holder, fields.get(name, MISSING)):
-                    return False
-        return super().holds()
+    key: hashable, and equal if the values are the same; tensors and classes in it stand by their ids, and `alive` says
+        whether they are still those. None if part of a value cannot be compared; then the walk goes on all the same.
+    tensors: those that were met, by id.
+    codes: of functions.
+    seen: what was met, by id: (number, value).
+    """
 
-    def function(self, value):
-        if standard_library(value.__globals__.get("__name__")):
-            return value
-        if not library_scope(value.__globals__):
-            self.codes.add(value.__code__)
-        return super().function(value)
+    def __init__(self, roots: list, names: frozenset[str]):
+        self.names, self.every = names, not names.isdisjoint(UNNAMED)
+        self.seen: dict[int, tuple] = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.alive: list[weakref.ref] = []
+        self.codes: set[types.CodeType] = set()
+        self.comparable = True
+        parts = tuple([self._scope(*root) if type(root) is tuple else self._root(root()) for root in roots])
+        self.key = parts if self.comparable else None
 
-    def module(self, value):
-        if standard_library(value.__name__):
-            return value.__name__
-        return self.following(value, vars(value).keys() & self.names)
+    def _scope(self, scope: dict, code: types.CodeType):
+        names = global_names(code)
+        self.comparable &= DYNAMIC.isdisjoint(names)
+        return self._fields(scope, names)
 
-    def attributes(self, value):
-        if _reads_unnamed(type(value), self.names):
-            return super().attributes(value)
-        fields = vars(value)
-        names = {n for n in self.names if n in fields or any(n in vars(base) for base in type(value).__mro__)}
-        parts = [self.following(value, names | fields.keys() & {"__wrapped__"})]
-        if isinstance(value, nn.Module):
-            for table in (value._parameters, value._buffers, value._modules):
-                parts.append(values_named(self, table, sorted(self.names & table.keys())))
-        return tuple(parts)
+    def _root(self, value):
+        self.comparable &= value is not None  # which is no longer alive
+        return self._of(value)
 
-    def type(self, value):
+    def _of(self, value):
+        """The part of the key that a value is."""
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if kind is float or kind is complex:
+            return kind, repr(value)  # 0.0 and -0.0 differ, and a NaN is itself
+        if kind is types.MemberDescriptorType:  # of a class with slots
+            return kind
+        if id(value) in self.seen:
+            return self.seen[id(value)][0]
+        self.seen[id(value)] = len(self.seen), value  # the value, so that no other gets its id
+        self.comparable &= len(self.seen) <= LARGEST
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, type):
+            return self._type(value)
+        if is_stable(value):
+            return kind, value
+        if kind is types.FunctionType:
+            return self._function(value)
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
+        for wrapper, names in WRAPPERS:
+            if isinstance(value, wrapper):
+                return wrapper, tuple([self._of(getattr(value, name)) for name in names])
+        elements = self._elements(value)
+        return (kind, elements) if kind in CONTAINERS else (elements, self._object(value, elements is not None))
+
+    def _fields(self, fields, names) -> tuple:
+        """Those of a dict, or of the attributes of an object, with these names."""
+        return tuple([(name, self._of(fields[name])) for name in sorted(fields.keys() & names)])
+
+    def _tensor(self, value: Tensor):
+        self.tensors[id(value)] = value
         self.alive.append(weakref.ref(value))
-        bases = _own_bases(value)
-        names = {n for base in bases for n in vars(base) if _is_followed(base, n, self.names)}
-        return id(value), tuple([self.following(base, names) for base in bases])
+        if value.is_nested or value.layout is not torch.strided:  # no strides; the trace says what is wrong
+            self.comparable = False
+            return None
+        return id(value), value.shape, value.stride(), value.dtype, value.device
 
-    def following(self, owner, names) -> tuple:
-        """The attributes of these names that the owner has, or may get."""
-        fields = vars(owner)
-        self.named.append((holder_of(owner), [(name, holder_of(fields.get(name, MISSING))) for name in names]))
-        return tuple([(name, self.walk(fields[name])) for name in sorted(names) if name in fields])
+    def _type(self, value: type):
+        """A class, with the attributes and methods of those of its bases that are of no library."""
+        self.alive.append(weakref.ref(value))
+        bases = [vars(base) for base in _own_bases(value)]
+        return id(value), tuple([self._fields(fields, self._followed(fields)) for fields in bases])
+
+    def _followed(self, fields) -> set[str]:
+        """Names of the attributes of a class that code may read through it."""
+        named = fields.keys() if self.every else self.names & fields.keys() | fields.keys() & {"forward"}
+        special = {name for name in fields if _is_special(fields, name)}
+        return special.union(name for name in named if not name.startswith("__"))
+
+    def _function(self, value: types.FunctionType):
+        scope, names, fields = value.__globals__, (), vars(value)
+        if standard_library(scope.get("__name__")):
+            return value
+        if not library_scope(scope):
+            self.codes.add(value.__code__)
+            names = global_names(value.__code__)
+            self.comparable &= DYNAMIC.isdisjoint(names)
+        for cell in value.__closure__ or ():
+            self.seen[id(cell)] = len(self.seen), cell
+        captured = tuple([self._of(contents_of(cell)) for cell in value.__closure__ or ()])
+        defaults = self._of(value.__defaults__), self._of(value.__kwdefaults__)
+        attributes = self._fields(fields, fields.keys() - {ATTRIBUTE} if self.every else self.names | {"__wrapped__"})
+        return value.__code__, captured, defaults, self._fields(scope, names), attributes
+
+    def _module(self, value: types.ModuleType):
+        if library_module(value) or standard_library(value.__name__):
+            return value.__name__
+        self.comparable &= not self.every  # which attributes are read is not known
+        return self._fields(vars(value), self.names)
+
+    def _elements(self, value):
+        """Those of a container; None of another object."""
+        if isinstance(value, SEQUENCES):
+            return tuple([self._of(part) for part in value])
+        if not isinstance(value, DICTS):
+            return None
+        items = list(value.items())
+        if any(isinstance(part, Tensor) and key in self.names for key, part in items if isinstance(key, str)):
+            items = [(k, part) for k, part in items if not (isinstance(part, Tensor) and _is_other(k, self.names))]
+        return self._of(getattr(value, "default_factory", None)), *[(self._of(k), self._of(x)) for k, x in items]
+
+    def _object(self, value, has_elements: bool):
+        """What an object holds beside its elements, if it has any."""
+        kind, fields = type(value), dict(getattr(value, "__dict__", ()))
+        slots = [name for base in kind.__mro__ if "__slots__" in vars(base) for name in _slots_of(base)]
+        self.comparable &= has_elements or bool(slots) or hasattr(value, "__dict__")
+        fields.pop(ATTRIBUTE, None)
+        fields |= {name: part for name in slots if (part := getattr(value, name, MISSING)) is not MISSING}
+        every = self.every or _reads_unnamed(kind, self.names)
+        parts = [self._fields(fields, fields.keys() if every else self.names | {"__wrapped__"})]
+        if isinstance(value, nn.Module) and not every:
+            tables = value._parameters, value._buffers, value._modules
+            parts += [self._fields(table, self.names) for table in tables]
+        return self._of(kind), self._of_builtin(value), *parts
+
+    def _of_builtin(self, value) -> str | None:
+        """What an object of a subclass of int, float, str, ... is beside its attributes."""
+        for base in type(value).__mro__[1:-1]:
+            if not base.__flags__ & HEAP:
+                if base in PLAIN or base is float:
+                    return base.__repr__(value)
+                self.comparable &= base in CONTAINERS
+        return None
 
 
 class GlobalState:
@@ -121,8 +208,7 @@ class GlobalState:
 
     def __init__(self, *roots):
         self._roots = [root if type(root) is tuple else holder_of(root) for root in roots]
-        self._state, self._version = None, 0
-        self._tensors: list[weakref.ref] = []
+        self._names = frozenset().union(*[names_in(root[1]) for root in roots if type(root) is tuple])
         self._known: dict = {}  # key of a state -> (what must be alive, version)
         self._issued: deque[int] = deque(maxlen=ISSUED)
 
@@ -135,115 +221,63 @@ class GlobalState:
     @property
     def version(self) -> int:
         """A number for the values as they are now; a new one in each call if they cannot be compared."""
-        self._current()
-        return self._version
+        return self._version_of(self._walk())
 
-    @property
-    def changes(self) -> bool:
-        """True if each call has a new version."""
-        self._current()
-        return self._state is None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that it may read, in a fixed order."""
-        if self._state is None:
-            self._walk()
-        else:
-            self._current()
-        return tuple([t for ref in self._tensors if (t := ref()) is not None])
-
-    def is_current(self, version: int) -> bool:
-        """True if the values are now those of the version."""
-        return version in self._issued if self._state is None else version == self.version
-
-    def reads(self, containers: set[int], attributes: set[tuple[int, str]], global_names: set[str]) -> bool:
-        """True if it may read one of these; objects are given by their ids."""
-        _, names, seen = self._walk()
-        if any(key in seen and name in names for key, name in attributes):
-            return True
-        return not containers.isdisjoint(seen) or not global_names.isdisjoint(names)
-
-    def _current(self) -> None:
-        """Make the version that of the values as they are now."""
-        if self._state is not None and self._state.holds():
-            return
-        self._state = state = self._walk()[0]
-        if state is None:
-            self._version = next(_versions)
-            self._issued.append(self._version)
-            return
-        alive, version = self._known.get(state.key, ((), None))
+    def _version_of(self, walk: _Walk) -> int:
+        if walk.key is None:
+            self._issued.append(next(_versions))
+            return self._issued[-1]
+        alive, version = self._known.get(walk.key, ((), None))
         if version is None or any(ref() is None for ref in alive):
             version = next(_versions)
             if len(self._known) >= MOST:
                 self._known.clear()
-            self._known[state.key] = state.alive, version
-        self._version = version
+            self._known[walk.key] = walk.alive, version
+        return version
 
-    def _walk(self) -> tuple[_NamedState | State | None, frozenset[str], dict[int, object]]:
-        """(the state, or None if it cannot be compared; the names in all code that it leads to; what was looked at, by
-        id). Finds the tensors, too."""
-        names = frozenset().union(*[names_in(root[1]) for root in self._roots if type(root) is tuple])
+    @property
+    def changes(self) -> bool:
+        """True if each call has a new version."""
+        return self._walk().key is None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that it may read, in a fixed order."""
+        return tuple(self._walk().tensors.values())
+
+    def is_current(self, version: int) -> bool:
+        """True if the values are now those of the version."""
+        walk = self._walk()
+        return version in self._issued if walk.key is None else version == self._version_of(walk)
+
+    def reads(self, containers: set[int], attributes: set[tuple[int, str]], global_names: set[str]) -> bool:
+        """True if it may read one of these; objects are given by their ids."""
+        seen = self._walk().seen
+        if any(key in seen and name in self._names for key, name in attributes):
+            return True
+        return not containers.isdisjoint(seen) or not global_names.isdisjoint(self._names)
+
+    def _walk(self) -> _Walk:
+        """A walk by the names in all code that it leads to."""
         while True:
-            found, seen = {}, {}
-            _collect(self._root_values(), names, found, seen)
-            codes = {value.__code__ for value in seen.values() if isinstance(value, types.FunctionType)}
-            unnamed = not names.isdisjoint(UNNAMED)
-            state = State() if unnamed else _NamedState(names=names, codes=codes)
-            try:
-                state.key = self._key(state)
-            except Unreadable:
-                state.key = None
-            more = names.union(*map(names_in, codes))
-            if more == names:
-                self._tensors = [weakref.ref(t) for t in found.values()]
-                state.seen.clear()
-                return (None if state.key is None else state), names, seen
-            names = more
-
-    def _root_values(self) -> list:
-        values = []
-        for root in self._roots:
-            if type(root) is tuple:
-                values += [root[0][name] for name in _read_globals(*root) if name in root[0]]
-            else:
-                values.append(root())
-        return values
-
-    def _key(self, state: State):
-        parts = []
-        for root in self._roots:
-            if type(root) is tuple:
-                if not DYNAMIC.isdisjoint(global_names(root[1])):
-                    raise Unreadable
-                parts.append(values_named(state, root[0], _read_globals(*root)))
-            elif (value := root()) is None:
-                raise Unreadable
-            else:
-                parts.append(state.walk(value))
-        return tuple(parts)
-
-
-def values_named(state: State, fields: dict, names) -> tuple:
-    """The part of the key that the values of a dict under these names are, some of which may be missing."""
-    state.items += [(fields, name, holder_of(fields.get(name, MISSING))) for name in names]
-    return tuple([(name, state.walk(fields[name])) for name in names if name in fields])
-
-
-def _read_globals(scope: dict, code: types.CodeType) -> list[str]:
-    """The globals that code names: no builtins, and no modules of libraries."""
-    return [
-        name
-        for name in global_names(code)
-        if (name in scope or not hasattr(builtins, name))
-        and not (isinstance(scope.get(name), types.ModuleType) and library_module(scope[name]))
-    ]
+            walk = _Walk(self._roots, self._names)
+            names = self._names.union(*map(names_in, walk.codes))
+            if names == self._names:
+                return walk
+            self._names = names
 
 
 def _reads_globals(scope: dict, code: types.CodeType) -> bool:
-    reads = _read_globals(scope, code) or not DYNAMIC.isdisjoint(global_names(code))
-    return bool(reads) and not library_scope(scope)
+    """True if code names a global that is neither a builtin nor a library."""
+    if library_scope(scope):
+        return False
+    for name in global_names(code):
+        value = scope.get(name, MISSING)
+        if name in DYNAMIC or value is MISSING and not hasattr(builtins, name):
+            return True
+        if value is not MISSING and not (isinstance(value, types.ModuleType) and library_module(value)):
+            return True
+    return False
 
 
 def of_values(values: list) -> GlobalState | None:
@@ -253,7 +287,12 @@ def of_values(values: list) -> GlobalState | None:
         if type(value) is types.FunctionType and not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             if not vars(value).keys() - {ATTRIBUTE}:
                 value = value.__globals__, value.__code__
-        if type(value) is tuple and library_scope(value[0]) or isinstance(value, (*PLAIN, *STABLE, float, complex)):
+        if (
+            type(value) is tuple
+            and library_scope(value[0])
+            or is_stable(value)
+            or isinstance(value, (*PLAIN, float, complex))
+        ):
             continue
         roots.append(value)
         changes |= type(value) is not tuple or _reads_globals(*value)
@@ -289,60 +328,17 @@ def _reads_unnamed(cls: type, names: frozenset[str]) -> bool:
     return False
 
 
-def _is_followed(cls: type, name: str, names: frozenset[str]) -> bool:
-    """True if code with these names may read the attribute through the class."""
-    return name in names and not name.startswith("__") or name == "forward" or is_special(cls, name)
+def _is_special(fields, name: str) -> bool:
+    """True for a method of a class that Python may call without its name."""
+    if not name.startswith("__") or name in GENERATED and "__dataclass_params__" in fields:
+        return False
+    return name == "__call__" or isinstance(fields[name], types.FunctionType)
 
 
-def _collect(value, names: frozenset[str], found: dict[int, Tensor], seen: dict) -> None:
-    """Add the tensors that code with these names may read of a value to `found`, by id."""
-    if id(value) in seen:
-        return
-    seen[id(value)] = value
-    parts = []
-    if isinstance(value, Tensor):
-        found[id(value)] = value
-    elif isinstance(value, (tuple, list, set, frozenset, deque)):
-        parts += value
-    elif isinstance(value, (dict, types.MappingProxyType)):
-        named = any(isinstance(part, Tensor) and key in names for key, part in value.items() if isinstance(key, str))
-        for key, part in value.items():
-            if not named or not isinstance(part, Tensor) or not isinstance(key, str) or key in names:
-                parts.append(part)
-    elif isinstance(value, types.FunctionType):
-        scope = value.__globals__
-        if library_scope(scope) or standard_library(scope.get("__name__")):
-            del seen[id(value)]
-        else:
-            seen.update((id(cell), cell) for cell in value.__closure__ or ())
-            parts += [contents_of(cell) for cell in value.__closure__ or ()]
-            parts += [
-                value.__defaults__,
-                value.__kwdefaults__,
-                *(part for name, part in vars(value).items() if name != ATTRIBUTE),
-            ]
-            parts += [scope[name] for name in global_names(value.__code__) if name in scope]
-    elif isinstance(value, types.MethodType):
-        parts += [value.__func__, value.__self__]
-    elif isinstance(value, functools.partial):
-        parts += [value.func, value.args, value.keywords]
-    elif isinstance(value, property):
-        parts.append(value.fget)
-    elif isinstance(value, (staticmethod, classmethod)):
-        parts.append(value.__func__)
-    elif isinstance(value, type):
-        bases = _own_bases(value)
-        parts += [part for base in bases for n, part in vars(base).items() if _is_followed(base, n, names)]
-    elif isinstance(value, types.ModuleType):
-        if not library_module(value) and not standard_library(value.__name__):
-            parts += [part for name, part in vars(value).items() if name in names]
-    else:
-        fields = getattr(value, "__dict__", {})
-        tables = [fields, *(fields[t] for t in ("_parameters", "_buffers", "_modules") if t in fields)]
-        every = _reads_unnamed(type(value), names) or not names.isdisjoint(UNNAMED)
-        followed = names | {"__wrapped__"}
-        parts += [part for table in tables for name, part in table.items() if every or name in followed]
-        slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()) if name in names]
-        parts += [type(value), *(getattr(value, name, None) for name in slots)]
-    for part in parts:
-        _collect(part, names, found, seen)
+def _is_other(key, names: frozenset[str]) -> bool:
+    """True for a key of a dict that the code does not name."""
+    return isinstance(key, str) and key not in names
+
+
+def _slots_of(cls: type) -> list[str]:
+    return [name for name, part in vars(cls).items() if type(part) is types.MemberDescriptorType]

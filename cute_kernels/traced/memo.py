@@ -1,10 +1,13 @@
 """Traces a function once for each state that it can be in.
 
-A trace holds as long as the function would do the same again. What decides that is its code, its defaults and
-attributes, what it captures, and the globals that it names, followed into the functions and objects among them. A call
-with a function that was traced before looks whether all of these are what they were, in a few microseconds; a new
-function with an old one's code (a lambda in a loop) is compared with that one's state, in about ten. A function whose
-state cannot be read is traced in each call, which takes milliseconds.
+A trace holds as long as the function would do the same again. A call with a function that was traced before compares
+its code, its defaults, what it captures and the globals that it names, in about a microsecond. A new function with an
+old one's code (a lambda in a loop) is found by its state, in about ten.
+
+Recognized are functions that read plain values, tensors, libraries, functions of this kind, this project's frozen
+dataclasses (`attention.mask_mods`), and tuples of these. A function that reads anything else, such as an object's
+attributes, a dict or a user's class, is traced in each call, which takes 0.4 to 2 ms: what it would read next cannot be
+told without calling it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import dis
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,21 +33,9 @@ from .record import Traced, trace
 MOST = 4096  # traces that are kept
 LARGEST = 100  # values of a state
 PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
-STABLE = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-)
-STABLE += (OpOverload, OpOverloadPacket)
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+STABLE = (types.BuiltinFunctionType, *_DESCRIPTORS, OpOverload, OpOverloadPacket)
 DYNAMIC = {"globals", "vars", "locals", "eval", "exec", "__import__"}  # what these give is not in the code
-GENERATED = {"__init__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__"}  # of a dataclass: they read its fields
-SPECIAL = {f"__{name}__" for name in (
-    "call getitem len contains iter next getattr getattribute post_init init eq ne lt le gt ge bool int index float "
-    "neg pos abs invert add sub mul truediv floordiv mod pow and or xor lshift rshift radd rsub rmul rtruediv "
-    "rfloordiv rmod rpow rand ror rxor torch_function"
-).split()}  # fmt: skip
-HEAP = 1 << 9  # in type.__flags__: the class is written in Python, or lives as such a one does
 MISSING = object()
 ATTRIBUTE = "_cute_kernels_trace"  # of functions and objects: their latest trace
 
@@ -55,7 +45,7 @@ class Unreadable(Exception):
 
 
 class _Strong:
-    """What no weak reference can be made to."""
+    """Stands for a weak reference to what cannot have one."""
 
     __slots__ = ("value",)
 
@@ -74,11 +64,7 @@ def holder_of(value):
         return _Strong(value)
 
 
-def _holders(values) -> list[tuple]:
-    return [(name, holder_of(value)) for name, value in values.items()]
-
-
-def is_same(holder, now) -> bool:
+def _is_same(holder, now) -> bool:
     value = holder()
     return value is now and (value is not None or type(holder) is _Strong)
 
@@ -87,22 +73,19 @@ def is_same(holder, now) -> bool:
 class State:
     """What a function read when it was walked through.
 
-    `key` is hashable, and equal for functions that do the same; objects in it stand by their ids, and `alive` says
+    `key` is hashable, and equal for functions that do the same; tensors in it stand by their ids, and `alive` says
     whether they are still those. `holds()` says whether the function would be walked through to the same key. Functions
-    and objects are not kept alive: they may lead back to the function whose state this is.
+    are not kept alive: they may lead back to the function whose state this is.
     """
 
     key: Any = None
     alive: list[weakref.ref] = field(default_factory=list)
     functions: list[tuple] = field(default_factory=list)  # (function, code, defaults, holders of what it captures ...)
-    owners: list[tuple] = field(default_factory=list)  # (object, class or function, [(attribute, holder)])
-    items: list[tuple] = field(default_factory=list)  # (dict, key, holder)
-    lists: list[tuple] = field(default_factory=list)  # (list, set or dict, its contents or keys)
     seen: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(function: Callable) -> State | None:
-        """None of a function whose state cannot be read."""
+        """None for a function whose state cannot be read."""
         state = State()
         try:
             state.key = state.walk(function)
@@ -111,35 +94,21 @@ class State:
         return state
 
     def holds(self) -> bool:
-        for ref, code, defaults, keywords, captured, names in self.functions:
+        for ref, code, defaults, captured, names in self.functions:
             function = ref()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
-            if function.__kwdefaults__ is not keywords:
-                return False
             for cell, holder in zip(function.__closure__ or (), captured, strict=True):
-                if not is_same(holder, contents_of(cell)):
+                if not _is_same(holder, contents_of(cell)):
                     return False
+            if names is None:  # a library's
+                continue
+            if function.__kwdefaults__ or len(fields := function.__dict__) - (ATTRIBUTE in fields):
+                return False
             scope = function.__globals__
             for name, holder in names:
-                if not is_same(holder, scope.get(name, MISSING)):
+                if not _is_same(holder, scope.get(name, MISSING)):
                     return False
-        for ref, names in self.owners:
-            owner = ref()
-            if owner is None:
-                return False
-            fields = vars(owner)
-            if len(fields) - (ATTRIBUTE in fields) != len(names):
-                return False
-            for name, holder in names:
-                if not is_same(holder, fields.get(name, MISSING)):
-                    return False
-        for owner, name, holder in self.items:
-            if not is_same(holder, owner.get(name, MISSING)):
-                return False
-        for owner, values in self.lists:
-            if len(owner) != len(values) or any(a is not b for a, b in zip(owner, values, strict=True)):
-                return False
         return True
 
     def walk(self, value: Any):
@@ -156,102 +125,40 @@ class State:
         self.seen[id(value)] = len(self.seen)
         if kind is types.FunctionType:
             return self.function(value)
-        if isinstance(value, Tensor):
-            if value.is_nested or value.layout is not torch.strided:  # no strides; the trace says what is wrong
-                raise Unreadable
+        if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
             self.alive.append(weakref.ref(value))
             return id(value), value.shape, value.stride(), value.dtype, value.device
-        if isinstance(value, type):
-            return self.type(value)
-        if kind is property:
-            return kind, self.walk(value.fget)
-        if kind in (staticmethod, classmethod):
-            return kind, self.walk(value.__func__)
-        if isinstance(value, STABLE):
-            return kind, value
-        if isinstance(value, types.ModuleType):
-            return value.__name__ if library_module(value) else self.module(value)
-        if kind in (list, set, frozenset) or isinstance(value, tuple):
-            if kind in (list, set):
-                self.lists.append((value, tuple(value)))
+        if kind is tuple:
             return kind, tuple([self.walk(part) for part in value])
-        if kind in (dict, OrderedDict, defaultdict):
-            self.lists.append((value, tuple(value)))
-            self.items += [(value, k, holder_of(v)) for k, v in value.items()]
-            default = self.walk(value.default_factory) if kind is defaultdict else None
-            return kind, default, tuple([(self.walk(k), self.walk(v)) for k, v in value.items()])
-        if isinstance(value, (list, set, dict)):
-            raise Unreadable  # a subclass, which may hold more than its elements
-        if kind is types.MethodType:
-            return kind, self.walk(value.__func__), self.walk(value.__self__)
-        if isinstance(value, functools.partial):
-            return kind, self.walk(value.func), self.walk(value.args), self.walk(value.keywords)
+        if is_stable(value) or isinstance(value, type) and library_class(value):
+            return kind, value
+        if kind is types.ModuleType and library_module(value):
+            return kind, value.__name__
         parameters = getattr(kind, "__dataclass_params__", None)
-        if parameters is not None and parameters.frozen:
-            return self.walk(kind), tuple([self.walk(getattr(value, name)) for name in kind.__dataclass_fields__])
-        if not hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__[:-1]):
-            raise Unreadable
-        return self.walk(kind), _of_builtin(value), self.attributes(value)
-
-    def module(self, value: types.ModuleType):
-        raise Unreadable  # its attributes may change, and which of them are read is not known
-
-    def attributes(self, value):
-        """Those of an object, which may change."""
-        try:
-            ref = weakref.ref(value)
-        except TypeError:
-            raise Unreadable from None
-        fields = {name: part for name, part in vars(value).items() if name != ATTRIBUTE}
-        self.owners.append((ref, _holders(fields)))
-        return tuple([(name, self.walk(part)) for name, part in fields.items()])
-
-    def type(self, value: type):
-        """A class stands by its id, with the attributes and methods of those of its bases that are of no library."""
-        self.alive.append(weakref.ref(value))
-        parts = []
-        for base in value.__mro__:
-            if not library_class(base):
-                self.owners.append((weakref.ref(base), _holders(vars(base))))
-                for name, part in vars(base).items():
-                    if not name.startswith("__") or is_special(base, name):
-                        parts.append((name, self.walk(part)))
-        return id(value), tuple(parts)
+        if parameters is not None and parameters.frozen and library_class(kind):
+            return kind, tuple([self.walk(getattr(value, name)) for name in kind.__dataclass_fields__])
+        raise Unreadable
 
     def function(self, value: types.FunctionType):
-        captured, scope, names, found = (
-            [contents_of(cell) for cell in value.__closure__ or ()],
-            value.__globals__,
-            (),
-            {},
-        )
+        captured = [contents_of(cell) for cell in value.__closure__ or ()]
+        scope, defaults, found, names = value.__globals__, value.__defaults__ or (), {}, None
         if not library_scope(scope):
-            names = global_names(value.__code__)
-            if not DYNAMIC.isdisjoint(names):
+            read = global_names(value.__code__)
+            if not DYNAMIC.isdisjoint(read) or value.__kwdefaults__ or vars(value).keys() - {ATTRIBUTE}:
                 raise Unreadable
-            found = {name: scope[name] for name in names if name in scope}
-        defaults, keywords = value.__defaults__, value.__kwdefaults__
-        holders = [holder_of(part) for part in captured], _holders({name: scope.get(name, MISSING) for name in names})
-        self.functions.append((weakref.ref(value), value.__code__, defaults, keywords, *holders))
-        parts = [*captured, *found.values(), *(defaults or ()), keywords]
-        return value.__code__, tuple(found), tuple([self.walk(part) for part in parts]), self.attributes(value)
+            names = [(name, holder_of(scope.get(name, MISSING))) for name in read]
+            found = {name: scope[name] for name in read if name in scope}
+        holders = [holder_of(part) for part in captured]
+        self.functions.append((weakref.ref(value), value.__code__, value.__defaults__, holders, names))
+        parts = tuple([self.walk(part) for part in (*captured, *found.values(), *defaults)])
+        return value.__code__, tuple(found), parts
 
 
-def _of_builtin(value) -> str | None:
-    """What an object of a subclass of int, float, str, ... holds beside its attributes."""
-    for base in type(value).__mro__[1:-1]:
-        if not base.__flags__ & HEAP:
-            if base not in PLAIN and base is not float:
-                raise Unreadable
-            return base.__repr__(value)
-    return None
-
-
-def is_special(cls: type, name: str) -> bool:
-    """True for a method that Python calls without its name, as __call__, if the class has it as a function."""
-    if name not in SPECIAL or not isinstance(vars(cls).get(name), types.FunctionType):
-        return name == "__call__"
-    return name not in GENERATED or "__dataclass_params__" not in vars(cls)
+def is_stable(value) -> bool:
+    """True for a function or descriptor in C, and an op, but not for a method that is bound to an object."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (type, type(None), types.ModuleType))
+    return isinstance(value, STABLE)
 
 
 def contents_of(cell):
@@ -318,12 +225,12 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
             known.pinned += (tensors,)
         return known.result
     state = State.of(function)
-    if state is None:
-        return _traced_now(function, arguments)
-    result = _of_state(state, arguments)
+    result = None if state is None else _of_state(state, arguments)
     if result is None:
         with lasting_memory(torch.device(device)):
             result = _traced_now(function, arguments)
+        if state is None:
+            return result
         if not result.read and len(result.tensors) == len(_captured(state, result.tensors)):
             if len(_OF_STATE) >= MOST:
                 _OF_STATE.clear()

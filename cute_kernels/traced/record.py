@@ -177,7 +177,8 @@ class Recorder(TorchDispatchMode):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Refused(
                 f"{self.what} computes {_called(func)} of captured tensors, which a CUDA graph that is being captured "
-                "would do again in every replay; call it once before the capture, or compute it outside of the function"
+                "would do again in every replay; compute it outside of the function, or, if the function reads plain "
+                "values and tensors alone, call it once before the capture"
             )
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
