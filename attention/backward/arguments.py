@@ -45,8 +45,6 @@ def prepare_args(facts: PrepareFacts) -> tuple:
     o, do = (heads(facts, facts.head_dim_v) for _ in range(2))
     arrays = tiles(2, facts.tile_m), tiles(facts.tile_m * facts.head_dim)
     sinks = sinks_args(facts)[0], tiles(WARPS) if facts.sinks else None
-    if not facts.zeros:
-        arrays = arrays[0], None
     turns = fake_tensor("int32", 2, 1, 1) if facts.parts else None
     return o, do, lse, lse_gradient, cu_seqlens(facts), *arrays, turns, *sinks, fake_stream()
 
@@ -56,8 +54,7 @@ def convert_args(facts: ConvertFacts) -> tuple:
     from cutlass import Float32
 
     dq = tiles(facts.config.tile_m * facts.head_dim)
-    turns = fake_tensor("int32", 2, 1, 1) if facts.counted else None
-    return dq, turns, cu_seqlens(facts), heads(facts, facts.head_dim), Float32(1.0), fake_stream()
+    return dq, cu_seqlens(facts), heads(facts, facts.head_dim), Float32(1.0), fake_stream()
 
 
 def backward_args(facts: BackwardFacts) -> tuple:
@@ -75,7 +72,7 @@ def backward_args(facts: BackwardFacts) -> tuple:
     score = score_args(facts.score), sums
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
-    turns = (fake_tensor("int32", 2, 1, 1) if facts.counted else None,)
+    turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
     if facts.path == "sm_90":  # which is persistent
         turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
     return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *score, *scalars, fake_stream()

@@ -143,11 +143,6 @@ class BackwardFacts:
         return units and self.head_dim <= 64, units and self.head_dim_v <= 64 and cfg.tile_m == 64
 
     @property
-    def counted(self) -> bool:
-        """Whether a number in memory tells of each query tile's part what has been added to its sums (turns.py)."""
-        return self.deterministic or first_stores(self.path, self.config)
-
-    @property
     def ds_buffers(self) -> int:
         """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
         return 1 if self.in_turn or self.config.one_ds else 2
@@ -203,11 +198,6 @@ class BackwardFacts:
         return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
 
 
-def first_stores(path: str, config: BackwardConfig) -> bool:
-    """Whether who comes first to a query tile stores its dQ, so that sums need not begin as zeros (turns.py)."""
-    return path == "sm_90" and config.storing_warps > 0
-
-
 def overlaps(arch: str) -> bool:
     """Whether a launch may begin before the one that it depends on has ended (programmatic dependent launch)."""
     return arch_named(arch).path == "sm_90"
@@ -215,7 +205,7 @@ def overlaps(arch: str) -> bool:
 
 @dataclass(frozen=True)
 class PrepareFacts:
-    """Of the kernel before: each row's LSE and delta, and zeros for dQ's sums or for the numbers of turns.py."""
+    """Traits of the kernel before: LSE and delta of each row, and zeros for dq_accum and the semaphores of turns.py."""
 
     family: ClassVar[str] = "backward prepare"
     arch: str
@@ -226,8 +216,7 @@ class PrepareFacts:
     lse_gradient: bool  # whether there is a gradient of LSE, too
     packed: bool
     sinks: str | None = None  # dtype of the sinks, of which a gradient is wanted; None: of none
-    zeros: bool = True  # for dQ's sums
-    parts: int = 0  # numbers of a query tile; 0: none
+    parts: int = 0  # semaphores of a query tile; 0 unless deterministic
 
     def key(self) -> str:
         return repr(self)
@@ -244,11 +233,6 @@ class ConvertFacts:
     config: BackwardConfig
     head_dim: int
     packed: bool
-
-    @property
-    def counted(self) -> bool:
-        """Whether a query tile may have no sums: where nobody has stored them."""
-        return first_stores(self.path, self.config)
 
     def key(self) -> str:
         return repr(self)

@@ -1,13 +1,10 @@
-"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile; without sums its dQ is 0."""
+"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int64, const_expr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
-from cutlass.cutlass_dsl import select_
-
-from cute_kernels.tile.hopper import WARPGROUP
 
 from ..forward.problem import one_item
 from .config import ConvertFacts, overlaps
@@ -29,7 +26,6 @@ class Convert:
     def __call__(
         self,
         dq: cute.Tensor,  # (B * H * tiles, tile_m * D) fp32; packed (H * tiles, ..)
-        turns: cute.Tensor | None,  # (the same, parts) int32; a part has sums where its number is not 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         mdQ: cute.Tensor,  # (B, H, Sq, D), packed (total_q, H, D)
         scale: Float32,
@@ -43,13 +39,13 @@ class Convert:
             batch, heads, total, _ = mdQ.shape
             seqlens = DenseRows(total, total)
         tiles = dq.shape[0] // (batch * heads)
-        self.kernel(dq, turns, seqlens, mdQ, scale).launch(
+        self.kernel(dq, seqlens, mdQ, scale).launch(
             grid=(tiles * heads * batch, 1, 1), block=(self.sums.threads, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=overlaps(self.facts.arch),
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, dq: cute.Tensor, turns: cute.Tensor | None, seqlens, mdQ: cute.Tensor, scale: Float32):
+    def kernel(self, dq: cute.Tensor, seqlens, mdQ: cute.Tensor, scale: Float32):
         facts, sums = self.facts, self.sums
         if const_expr(overlaps(facts.arch)):
             cute.arch.griddepcontrol_wait()  # for the sums
@@ -62,10 +58,6 @@ class Convert:
         seqlen = seqlens.rows_of(b)
         acc = self.load(at, tidx)
         acc.store(acc.load() * scale)
-        if const_expr(facts.counted):  # beside the loads of sums, which may be anything where there are none
-            there = turns[number, tidx // WARPGROUP] > 0
-            for v in range_constexpr(sums.values):
-                acc[v] = select_(there, acc[v], Float32(0.0))
         row, column, tiles_m = fragments_of(facts.path, facts.config, facts.head_dim).begin(tidx)
         gdQ = cute.domain_offset((seqlen.q0, column), mdQ[seqlen.b, h, None, None])
         store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)

@@ -1,7 +1,8 @@
-"""How the sums of dQ go to memory on sm_90: by warps of the producer's warpgroup, one for each consumer warpgroup.
+"""Accumulation into dQ on sm_90, by warps of the producer warpgroup, one for each consumer warpgroup.
 
-A consumer writes its part of a query tile's dQ to a buffer in shared memory, and goes on. Its warp waits for that,
-stores the part or adds it (turns.py), and gives the buffer back when it has been read.
+A consumer writes its part of a query tile's dQ to a buffer in shared memory and continues. Its warp waits for the
+buffer, adds it to dq_accum in global memory, where `deterministic` in the order of turns.py, and releases the buffer
+once it has been read.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_FREE, BACKWARD_FULL
 from cute_kernels.tile.hopper import WARPGROUP
-from cute_kernels.tile.ptx import bulk_add, bulk_store, load_acquire
+from cute_kernels.tile.ptx import bulk_add, load_acquire
 
 from .config import FP32, BackwardFacts
 from .dq_sums import sums_of
-from .turns import NONE, STORING, THERE, TURN, claim, end_turn, wait_for_turn
+from .turns import TURN, end_turn, wait_for_turn
 
 STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
 
@@ -35,14 +36,14 @@ class DqWork:
     tiles: Any
     first: Int32  # number of the head's first query tile, of those of all heads
     dq: Int64  # address of the sums of dQ of all heads' first query tile
-    turns: Int64 | None  # address of this warpgroup's number of the same tile, where there is one
+    turns: Int64 | None  # address of this warpgroup's semaphore of the same tile; None unless deterministic
 
     def dq_of(self, number: Int32, size: int) -> Int64:
         """Address of the sums of the head's tile of a number, of `size` bytes a tile."""
         return self.dq + Int64(self.first + number) * size
 
     def turn_of(self, number: Int32, parts: int) -> Int64:
-        """Address of this warpgroup's number of it, of `parts` numbers a tile (turns.py)."""
+        """Address of this warpgroup's semaphore of it, of `parts` semaphores a tile (turns.py)."""
         return self.turns + Int64(self.first + number) * (parts * TURN)
 
 
@@ -66,48 +67,29 @@ class DqStore:
     def store(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
         """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
 
-        A tile's number is asked for while its sums are waited for, and that of the tile before is moved on after that.
-
         left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
         """
         first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        number, found, count = Int32(0), Int32(NONE), work.tiles.count
-        if count > 0:
-            number = work.tiles.at(0)
-            if first:
-                found = self.ask(work, number)
-        for i in cutlass.range(count, unroll=1):
-            buffer = self.buffer_of(at)
+        for i in cutlass.range(work.tiles.count, unroll=1):
+            number, buffer, turn = work.tiles.at(i), self.buffer_of(at), Int32(0)
+            if const_expr(self.facts.deterministic):
+                turn = work.tiles.turn(number)
             self.wait_for_full(group, buffer)
             if first:
                 if const_expr(self.facts.deterministic):
-                    wait_for_turn(work.turn_of(number, groups), found)
-                elif found == STORING:
-                    wait_for_turn(work.turn_of(number, groups), Int32(THERE))
-                self.store_or_add(group, work, number, sums, buffer, found == NONE)
+                    wait_for_turn(work.turn_of(number, groups), turn)
+                self.add(group, work, number, sums, buffer)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             if left > 0:
                 self.free(group, buffer)
-            following, found_next = number, found
-            if i + 1 < count:
-                following = work.tiles.at(i + 1)
+            if const_expr(self.facts.deterministic):
                 if first:
-                    found_next = self.ask(work, following)
-            if first:
-                if const_expr(self.facts.deterministic) or found == NONE:
                     cute.arch.cp_async_bulk_wait_group(0, read=False)
                     end_turn(work.turn_of(number, groups), True)
-            number, found = following, found_next
             left -= 1
             at.advance()
         return left, at
-
-    def ask(self, work: DqWork, number: Int32) -> Int32:
-        """What a query tile's number says, in one order what it is to say. Who finds NONE has to store."""
-        if self.facts.deterministic:
-            return work.tiles.turn(number)
-        return claim(work.turn_of(number, self.cfg.groups))
 
     @cute.jit
     def store_in_turn(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
@@ -130,7 +112,7 @@ class DqStore:
                         end_turn(work.turn_of(begun, groups), True)
                         begun = Int32(-1)
                     seen = load_acquire(turn)
-                self.store_or_add(group, work, number, sums, buffer, mine == 0)
+                self.add(group, work, number, sums, buffer)
                 cute.arch.cp_async_bulk_wait_group(1, read=False)
                 if begun >= 0:
                     end_turn(work.turn_of(begun, groups), True)
@@ -150,16 +132,10 @@ class DqStore:
         return left, at
 
     @cute.jit
-    def store_or_add(
-        self, group: Int32, work: DqWork, number: Int32, sums: Int32, buffer: Int32 | int, store
-    ):  # fmt: skip
-        """Start to store a part of a query tile's dQ, or to add it; by one thread."""
+    def add(self, group: Int32, work: DqWork, number: Int32, sums: Int32, buffer: Int32 | int):
+        """Start to add a part of a query tile's dQ to memory; by one thread."""
         to = work.dq_of(number, self.sums.size * FP32) + group * self.part_bytes
-        source = sums + self.place_of(group, buffer)
-        if store:
-            bulk_store(to, source, self.part_bytes)
-        else:
-            bulk_add(to, source, self.part_bytes)
+        bulk_add(to, sums + self.place_of(group, buffer), self.part_bytes)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_for_full(self, group: Int32, buffer: Int32 | int):

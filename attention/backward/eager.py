@@ -24,7 +24,7 @@ from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
-from .config import PREPARE_WARPS, BackwardFacts, first_stores
+from .config import PREPARE_WARPS, BackwardFacts
 from .problem import bytes_of_a_row
 from .row_tiles import tiles_of_a_head
 
@@ -116,12 +116,11 @@ def backward(
     dq, dk, dv = views
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
     captured = None if score is None else score.reads, of_captured
-    config, device = plan.facts.config, plan.device
+    device = plan.device
     rows, sums, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order = (turns,)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
-    stored = first_stores(plan.facts.path, config)
     blocks = None
     if mask is not None:
         listed = ranks_of(mask) if plan.facts.deterministic else kv_order(mask, q.shape, k.shape[1], plan.facts)
@@ -130,10 +129,9 @@ def backward(
     if sinks is not None:
         sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
-    zeroed = None if stored else sums
-    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, zeroed, turns, sinks, sink_sums)
+    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, sums, turns, sinks, sink_sums)
     plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
-    plan.convert(sums, turns if stored else None, cu_seqlens[0], dq, plan.scale)
+    plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of an item's head follow one another
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
@@ -179,7 +177,7 @@ def plan_backward(
     plan.workspace = (
         layout_of((plan.tiles, 2, config.tile_m), torch.float32),
         layout_of((plan.tiles, config.tile_m * facts.head_dim), torch.float32),
-        layout_of(turns, torch.int32) if facts.counted else None,
+        layout_of(turns, torch.int32) if facts.deterministic else None,
     )
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)

@@ -17,7 +17,7 @@ from ..forward.config import HALF_SMEM
 from ..forward.family import short
 from .arguments import backward_args, convert_args, prepare_args
 from .choose import unsupported
-from .config import BackwardFacts, ConvertFacts, PrepareFacts, first_stores
+from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 OPS = "attention", "block_sparse_attention"
 
@@ -95,7 +95,7 @@ class FlashBackward(Family):
 
 
 class BackwardPrepare(Family):
-    """LSE and delta of each row, and zeros for dQ's sums or for the numbers of turns.py."""
+    """LSE and delta of each row, and zeros for dq_accum and the semaphores of turns.py."""
 
     name = "backward prepare"
     ops = OPS
@@ -120,8 +120,7 @@ class BackwardPrepare(Family):
 
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
         switches = (("of LSE, too", facts.lse_gradient), ("packed", facts.packed))
-        switches += ((f"sinks {short(facts.sinks)}", facts.sinks), ("zeros", facts.zeros))
-        switches += ((f"numbers of {facts.parts} parts", facts.parts),)
+        switches += ((f"sinks {short(facts.sinks)}", facts.sinks), (f"{facts.parts} semaphores", facts.parts))
         more = [text for text, there in switches if there]
         return {
             "configuration": f"rows of {facts.tile_m}",
@@ -164,8 +163,7 @@ class BackwardConvert(Family):
 def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
     """Of the kernel before the one of such facts."""
     terms = facts.config.tile_m, facts.head_dim, facts.head_dim_v, lse_gradient, facts.packed, sinks
-    zeros, parts = not first_stores(facts.path, facts.config), facts.config.dq_groups if facts.counted else 0
-    return PrepareFacts(facts.arch, facts.dtype, *terms, zeros, parts)
+    return PrepareFacts(facts.arch, facts.dtype, *terms, facts.config.dq_groups if facts.deterministic else 0)
 
 
 def convert_of(facts: BackwardFacts) -> ConvertFacts:

@@ -13,9 +13,9 @@
                      6 to 9   the same: the buffer has been read
 
 For a tile of K and V a CTA visits the query tiles of all heads that share that head, so that dK and dV are written
-once, and in the same order in every run. dQ is added up in memory, by whichever CTA comes first, or in turns
-(turns.py). CTAs fetch the numbers of their tiles (forward/tile_queue.py). The next tile's K and V are loaded while this
-one's dK and dV are stored, which come straight from registers.
+once, and in the same order in every run. dQ is accumulated in memory, in any order or in one (turns.py). CTAs fetch the
+numbers of their tiles (forward/tile_queue.py). The next tile's K and V are loaded while this one's dK and dV are
+stored, which come straight from registers.
 """
 
 import cuda.bindings.driver as cuda
@@ -71,7 +71,7 @@ class FlashBackwardSm90:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
         dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
-        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 of zeros; see turns.py and BackwardFacts.counted
+        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 of zeros; deterministic (turns.py)
         counter: cute.Tensor,  # (1,) int32, 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
@@ -242,7 +242,7 @@ class FlashBackwardSm90:
         cfg, (dq, turns) = self.cfg, memory
         first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
         first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
-        turn = turns.iterator.toint() + part * TURN if self.facts.counted else None
+        turn = turns.iterator.toint() + part * TURN if self.facts.deterministic else None
         return DqWork(tiles, first, dq.iterator.toint(), turn)
 
     @cute.jit

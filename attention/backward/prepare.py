@@ -1,4 +1,4 @@
-"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dQ's sums or for the numbers of turns.py.
+"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dq_accum and the semaphores of turns.py.
 
     delta = sum of dO * O over a row, less the gradient of its LSE     (FlashAttention-2, Dao 2023)
 
@@ -45,8 +45,8 @@ class Prepare:
         mdLSE: cute.Tensor | None,  # as LSE
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) fp32; packed (H * tiles, ..)
-        dq: cute.Tensor | None,  # (the same, tile_m * D) fp32; None: it needs no zeros
-        turns: cute.Tensor | None,  # (the same, parts) int32
+        dq: cute.Tensor,  # (the same, tile_m * D) fp32
+        turns: cute.Tensor | None,  # (the same, parts) int32; deterministic
         mSinks: cute.Tensor | None,  # (H,)
         sink_sums: cute.Tensor | None,  # (the same, WARPS) fp32
         stream: cuda.CUstream,
@@ -74,7 +74,7 @@ class Prepare:
         mdLSE: cute.Tensor | None,
         seqlens,
         rows: cute.Tensor,
-        dq: cute.Tensor | None,
+        dq: cute.Tensor,
         turns: cute.Tensor | None,
         mSinks: cute.Tensor | None,
         sink_sums: cute.Tensor | None,
@@ -90,8 +90,7 @@ class Prepare:
         seqlen = seqlens.rows_of(b)
         if const_expr(mSinks is not None):
             sink, of_sink = mSinks[h].to(Float32) * LOG2E, Float32(0.0)
-        if const_expr(facts.zeros):
-            self.zero_sums(dq, number, tidx)
+        self.zero_sums(dq, number, tidx)
         if const_expr(facts.parts > 0):
             if tidx < facts.parts:
                 turns[number, tidx] = Int32(0)

@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..forward.choose import L2_BYTES
 from ..forward.problem import one_item
-from .config import FP32, BackwardFacts, first_stores
+from .config import FP32, BackwardFacts
 from .q_tiles import BlockRows, WindowRows
 from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
 
@@ -154,8 +154,7 @@ def problem_of(
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
     else:
-        around = not (facts.window.left or facts.deterministic)
-        around = around and (not facts.window.right or first_stores(facts.path, cfg))
+        around = not (facts.window.left or facts.window.right or facts.deterministic)
         down, last_heads = facts.deterministic and facts.window.right, None
         if down and not facts.window.left:
             scheduler = replace(scheduler, from_last=True)

@@ -3,9 +3,9 @@
 The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
 masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions.
 
-Without a left bound each tile of K begins with another of its query tiles and goes around. Those that run at once would
-else add to the same sums of dQ at the same time. With a right bound, and where who comes first stores (turns.py), one
-of them would be the first at nearly all of its query tiles, and the others would wait for it.
+Without a mask each KV tile starts at a different query tile and wraps around. KV tiles that run at the same time would
+otherwise add to the same part of dq_accum at the same time. With a causal mask they start on the diagonal, so they are
+spread already.
 
 Where sums have one order (turns.py) and there is a right bound, there are two ways in which no tile of K waits long.
 *Up*: the tiles of K of a head are begun from the last one on, add in that order, and go up from the diagonal. Tile n
@@ -43,7 +43,7 @@ class QTiles:
     reach_right: Int32 | None  # its rightmost one, where some heads go up
     rows: Int32
     cols: Int32
-    begin: Int32 | None  # which of them comes first, before others around; None: the first one
+    begin: Int32 | None  # the one that is visited first, before the others wrap around; None: the first one
     down: Int32 | None  # whether they come in descending order; None: they do not
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]

@@ -294,14 +294,6 @@ def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def bulk_store(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
-    """The same, but that it stores instead of adding."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Int32(source))]
-    text = f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {size};"
-    _asm(None, operands, text, "l,r", side_effects=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
 def add_vector_to_memory(to: Int64, values: cute.Tensor, offset: int, *, loc=None, ip=None) -> None:
     """Add four values to the fp32 numbers from `offset` bytes after a multiple of 16 bytes on, on sm_90.
 
@@ -334,14 +326,6 @@ def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
     """A 32-bit number in global memory; what other CTAs wrote before they released it can be read afterwards."""
     operand = Int64(at).ir_value(loc=loc, ip=ip)
     text = "ld.acquire.gpu.global.b32 $0, [$1];"
-    return Int32(_asm(T.i32(), [operand], text, "=r,l", side_effects=True, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def replace_acquire(at: Int64, expected: int, value: int, *, loc=None, ip=None) -> Int32:
-    """A 32-bit number in global memory as it was; where it was `expected`, it is `value` now. Else as load_acquire."""
-    operand = Int64(at).ir_value(loc=loc, ip=ip)
-    text = f"atom.acquire.gpu.global.cas.b32 $0, [$1], {expected}, {value};"
     return Int32(_asm(T.i32(), [operand], text, "=r,l", side_effects=True, loc=loc, ip=ip))
 
 
