@@ -30,23 +30,22 @@ SM_90_NARROW = SM_90 | {64: BackwardConfig(64, 64, 2, 1, ctas=2), 96: BackwardCo
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
 # square a part of each product as its registers hold, and tile_n is as large as shared memory allows. None has been
 # measured.
-EXCHANGE = 1, True  # ctas, exchange
 SM_80 = {
     64: ((32, 128, 2, 4), (64, 64, 2, 4)),
-    96: ((64, 128, 2, 8, *EXCHANGE), (64, 128, 1, 8), (64, 64, 2, 8)),
-    128: ((64, 128, 2, 8, *EXCHANGE), (32, 128, 2, 8), (64, 64, 2, 8), (64, 64, 1, 8)),
+    96: ((64, 128, 2, 8), (64, 128, 1, 8), (64, 64, 2, 8)),
+    128: ((64, 128, 2, 8), (32, 128, 2, 8), (64, 64, 2, 8), (64, 64, 1, 8)),
     192: ((64, 64, 2, 8), (32, 64, 1, 8), (32, 64, 1, 4)),
     256: ((64, 64, 2, 8), (64, 64, 1, 8), (32, 32, 1, 4)),
 }
 # The same with a softcap or an element mask: both need registers, which these tiles leave free.
 SM_80_MASKED = SM_80 | {
-    64: ((64, 128, 2, 8, *EXCHANGE), (64, 64, 2, 8)),
+    64: ((64, 64, 2, 8),),
     96: ((64, 64, 2, 8),),
     128: ((64, 64, 2, 8), (64, 64, 1, 8)),
 }
 
 # Compiled for sm_90a some spill: the first of head dimension 128, and of 256 with block masks.
-SPILLS_ON_SM_90 = {128: (64, 128, 2, 8, *EXCHANGE)}
+SPILLS_ON_SM_90 = {128: (64, 128, 2, 8)}
 BLOCKS_SPILL_ON_SM_90 = SPILLS_ON_SM_90 | {256: (64, 64, 2, 8)}
 
 

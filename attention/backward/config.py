@@ -24,7 +24,7 @@ class BackwardConfig:
     A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
     of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
     all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
-    warps.py says, and dO has one stage where P' stays in their registers; `exchange`: nowhere.
+    warps.py says, and dO has one stage where P' stays in their registers.
     """
 
     tile_m: int
@@ -32,7 +32,6 @@ class BackwardConfig:
     stages: int
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
-    exchange: bool = False  # sm_80
     ahead: bool = False  # sm_90: scores are computed ahead, of the next 64 query rows, or of the next step
     sums: int = 1  # sm_90: buffers of dQ's sums on their way to memory: 1, or as many as stages
     stages_q: int = 0  # sm_90: of Q's ring; 0: as many as dO's
@@ -44,7 +43,7 @@ class BackwardConfig:
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        text += " exchange" * self.exchange + f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
+        text += f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
         text += f" stages of Q {self.stages_q}" * (self.stages_q > 0) + " one dS" * self.one_ds
         text += " direct" * self.direct
         return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text

@@ -27,9 +27,8 @@ class Split:
 class Warps:
     """Who computes what.
 
-    Where each warp has all columns of its scores, P' and dS' are A operands in its registers. Otherwise warps exchange
-    them through shared memory; they may then have squarer parts of products, and so read less of their operands: at
-    head dimension 128, of 64x128, 144 ldmatrix a warp and step instead of 176, but 16 more stores and a barrier.
+    Where each warp has all columns of its scores, P' and dS' are A operands in its registers. Otherwise they pass
+    through shared memory.
     """
 
     scores: Split  # of S' and dP' (tile_n, tile_m)
@@ -70,7 +69,7 @@ def warps_of(config, head_dim: int, head_dim_v: int) -> Warps:
     """
     dq = split_of_dq(config, head_dim)
     height = config.tile_n // config.groups
-    if height in (MMA_ROWS, 2 * MMA_ROWS) and not config.exchange:
+    if height in (MMA_ROWS, 2 * MMA_ROWS):
         own = Split(config.groups, 1)
         return Warps(own, own, dq)
     scores = split(config.tile_n, (config.tile_m,), config.groups)
