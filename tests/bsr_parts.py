@@ -118,11 +118,12 @@ def operands(op, W, n: int, *, k_major: bool = False) -> tuple:
 
 
 def picked(block, extents, density, *, path="sm_90", b_k_major=False, **stats):
-    """The facts that the cost model picks of all families for a product on an H200."""
-    majors, facts = ("k", "k" if b_k_major else "n", "n"), BlockFacts(*block, "int32")
+    """The facts that the cost model picks of all families for a product on an H200; `block` is None for a dense one."""
+    majors, facts = ("k", "k" if b_k_major else "n", "n"), BlockFacts(*block, "int32") if block else None
+    ranks = (3 if block else 2, 2, 2)
     layouts = (Layout("row", 8, 8), Layout("col" if b_k_major else "row", 8, 8), Layout("row", 8, 8))
     problem = Problem(
-        Extents(*extents), "bfloat16", "bfloat16", layouts, majors, (3, 2, 2), EpilogueSpec(), facts, False, density,
+        Extents(*extents), "bfloat16", "bfloat16", layouts, majors, ranks, EpilogueSpec(), facts, False, density,
         PatternStats(**stats),
     )  # fmt: skip
     return choose(problem, ARCHS["sm_90"], 132, path)[0]

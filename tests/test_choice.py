@@ -199,6 +199,7 @@ def test_a_forced_path_is_kept_or_refused(arch, path):
 
 
 CUBE = (8192, 8192, 8192)
+SHARED_K = {"split": 2, "store_row": 64, "stages": 8}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +214,9 @@ CUBE = (8192, 8192, 8192)
         ((64, 64), CUBE, 0.125, {"listed": 0.33}, "bsr", {}),
         ((64, 64), CUBE, 0.125, {"listed": 0.15}, "small blocks", {"chunks": 4}),
         ((16, 16), CUBE, 0.125, {}, "small blocks", {"stages": 5, "cluster": 1}),
+        # Few rows and a long K: two CTAs that share K, not a cluster of 64x64 tiles, which waits for its multicasts
+        (None, (128, 4096, 4096), 1.0, {"b_k_major": True}, "dense", {**SHARED_K, "tile_m": 128, "tile_n": 64}),
+        (None, (128, 4096, 14336), 1.0, {"b_k_major": True}, "dense", {**SHARED_K, "tile_m": 128, "tile_n": 64}),
         ((16, 16), CUBE, 0.125, {"b_k_major": True}, "small blocks", {"cluster": 2}),  # slices are wider then
     ],
 )
