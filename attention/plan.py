@@ -110,7 +110,7 @@ def plan_kernel(
     `score` is a score_mod.BoundScore. `choose(plan, facts, extents)` may fill in another kernel, and then returns True.
     """
     checks.check_head_dims(plan.op, q, v)
-    spec, sms, _ = device_arch(q.get_device())
+    spec, sms = device_arch(q.get_device())
     facts = FlashFacts(
         arch=spec.target,
         path=path_of(plan.op, spec),

@@ -14,7 +14,7 @@
                     with no GPU, counts of Python calls
     structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
     gates           may this state of the code be shipped: one page, one exit status
-    tune            search the configurations for a problem, and keep the winner
+    tune            search the legal configurations for a problem
     variants        configurations of attention's backward beside each other
     plot, compare   figures of result files; two runs beside each other
 
@@ -55,12 +55,12 @@ from . import (
     record,
     single,
     table,
+    tune,
     variants,
 )
 from . import host as host_overhead
 from .rows import Case, Row, reason
 from .timing import host_cost
-from .tune import command as tune
 
 ROUNDS = {"quick": 30, "full": 60}
 WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilings, which warm the card

@@ -146,7 +146,7 @@ def launches_replaced(arch: str = "sm_90", sms: int = 132) -> Iterator[None]:
 
     replacements = {
         "function_for": lambda facts: lambda *arguments: None,
-        "device_arch": lambda index: (ARCHS[arch], sms, ""),
+        "device_arch": lambda index: (ARCHS[arch], sms),
         "plans_kernel": lambda device: True,
         "has_kernel": lambda tensor: True,
     }

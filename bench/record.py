@@ -5,13 +5,14 @@ bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-ba
 bench/results/<card>/host.json       host overhead of single calls: `python -m bench host`
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
-bench/results/<card>/gates.json      the verdicts of all gates; tune.json what the tuner found
+bench/results/<card>/gates.json      the verdicts of all gates; tune.json what `python -m bench tune` found
 """
 
 import datetime
 import functools
 import json
 import os
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,6 @@ from pathlib import Path
 import torch
 
 from cute_kernels.runtime.keys import source_fingerprint
-from cute_kernels.tuned import card_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
@@ -76,6 +76,11 @@ def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode
     where = environment()
     data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings, "host_us": host}
     return save(folder, where["card"], suite, data | more | {"rows": [row.as_dict() for row in rows]})
+
+
+def card_name(card: str) -> str:
+    """Return the name of a card's folder: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 def file_of(folder: Path, card: str, name: str) -> Path:

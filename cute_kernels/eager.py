@@ -206,8 +206,8 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
         acc_dtype=terms.acc_dtype,
         promoted=terms.precision == "3xtf32",
     )
-    arch, sms, card = device_arch(a.get_device())
-    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+    arch, sms = device_arch(a.get_device())
+    plan.facts, *counts, notes = choose(problem, arch, sms, forced_path())
     plan.group, plan.max_ctas = plan.facts.counts(*counts)
     plan.notes += notes
     plan.function = function_for(plan.facts)

@@ -91,7 +91,7 @@ def facts_of(a, b, arch: str):
 
 def compiled(a, b):
     """A function of a and b that launches the kernel; made once, for their shapes."""
-    spec, sms, _ = device_arch(a.get_device())
+    spec, sms = device_arch(a.get_device())
     facts = facts_of(a, b, spec.name)
     function, counts = function_for(facts), facts.counts(1, all_ctas(facts.config, sms))
 

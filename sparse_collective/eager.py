@@ -479,9 +479,9 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
         plan.scales = (scale_view(terms.scale_b, () if fold and linear else plan.out_shape[:-2], problem.extents.L),)
     if plan.out_dtype in FLOAT8:
         plan.scales += (as_vector, as_vector)
-    arch, sms, card = device_arch(b.get_device())
+    arch, sms = device_arch(b.get_device())
     try:
-        plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+        plan.facts, *counts, notes = choose(problem, arch, sms, forced_path())
     except ValueError as reason:
         if plan.op != GATED and W.structured:
             raise ValueError(f"{plan.op}: {reason}; W.to_bsr() is a BsrMatrix of the same numbers") from None

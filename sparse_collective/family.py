@@ -34,9 +34,6 @@ class BsrFamily(ProductFamily):
     def serves(self, block: BlockFacts | None) -> bool:
         return block is not None and block.operand == "a"
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        return *super().sources(path), "sparse_collective.bsr_gemm", "sparse_collective.k_tiles"
-
     def arguments(self, facts: GemmFacts) -> tuple:
         return bsr_args(facts, self.tables(facts))
 
@@ -98,10 +95,6 @@ class Bsr(BsrFamily):
         made = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
         made += (catalogue.tf32_kernels,)
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
-
-    def sources(self, path: str) -> tuple[str, ...]:
-        own = tuple(f"cute_kernels.matmul.{name}" for name in ("promoted_sm90", "ahead_sm90", "gated_store_sm90"))
-        return super().sources(path) + (own if path == "sm_90" else ())
 
 
 def entry_of(facts: GemmFacts):

@@ -118,7 +118,6 @@ class Kernels:
                 return [c for c in found(path, *given) if (c.split > 1) == self.split and config in (None, c)]
 
             monkeypatch.setattr(family, "candidates", listed)
-        monkeypatch.setenv("CUTE_KERNELS_TUNED", "0")
         for ops in (dense_ops, sparse_ops, sampled_ops):
             monkeypatch.setattr(ops, "_PLANS", PlanCache())
 

@@ -313,7 +313,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
     for ops in (dense_ops, sparse_ops, sampled_ops):
         monkeypatch.setattr(ops, "plans_kernel", lambda device: True)
-        monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms, ""))
+        monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms))
         monkeypatch.setattr(ops, "_PLANS", PlanCache())
     monkeypatch.setattr(Emulated, "built", set())
     monkeypatch.setattr(families, "function_for", Emulated)

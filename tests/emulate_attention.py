@@ -259,7 +259,7 @@ KINDS = {"flash forward": of_forward, "values of 8 bits": EmulatedValues, "decod
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
-    monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms, ""))
+    monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms))
     for module in (eager, packed, block_sparse):
         monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())

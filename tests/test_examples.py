@@ -48,7 +48,7 @@ def test_it_computes_what_torch_does_and_refuses_what_is_wrong(examples, name, d
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_call_gives_what_the_kernel_is_compiled_from(examples, arch, monkeypatch):
     show, k_tiles = examples["show"], examples["k_tiles"]
-    monkeypatch.setattr(k_tiles, "device_arch", lambda device: (arch_named(arch), 132, None))
+    monkeypatch.setattr(k_tiles, "device_arch", lambda device: (arch_named(arch), 132))
     monkeypatch.setattr(k_tiles, "function_for", lambda facts: lambda *args: insist_on_arguments(facts, args))
     a, b = show.normal(300, 130, device="cpu"), show.normal(130, 24, device="cpu", seed=1)
     k_tiles.compiled(a, b)[0](a, b)

@@ -9,12 +9,8 @@ import torch
 from cute_kernels import explain, gemm, torch_op
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
-from cute_kernels.matmul.config import EpilogueSpec
 from cute_kernels.matmul.family import DENSE
-from cute_kernels.matmul.problem import Extents, Problem
-from cute_kernels.operand import Layout
 from cute_kernels.runtime.parallel import inspect_kernel
-from cute_kernels.tuned import problem_class
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.family import BSR
@@ -280,16 +276,6 @@ def test_compiled_calls_refuse_the_same(words, amax):
         with pytest.raises(Exception, match=words):
             torch.compile(call, fullgraph=True, backend="aot_eager")(*operands(48, 80, 64))
     torch._dynamo.reset()
-
-
-def test_tuned_classes_have_their_bytes():
-    """What was measured of 16-bit outputs is not taken for them."""
-    for columns, stored in ((16, "tma"), (8, "direct")):  # elements that rows of D are multiples of
-        layouts = Layout("row", 8, 8), Layout("row", 8, 8), Layout("row", columns, columns)
-        problem = Problem(
-            Extents(64, 64, 64), "bfloat16", "float8_e4m3fn", layouts, ("k", "n", "n"), (2, 2, 2), EpilogueSpec()
-        )
-        assert problem_class(problem, "sm_90").endswith(f"bfloat16 out 1B light {stored}")
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -142,7 +142,7 @@ def plan_backward(
     q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q, sinks: str | None = None
 ) -> BackwardPlan:
     """Choose the kernels of a backward, of tensors that forward has checked."""
-    spec, sms, _ = device_arch(q.get_device())
+    spec, sms = device_arch(q.get_device())
     packed = cu_q is not None
     facts = BackwardFacts(
         arch=spec.target,

@@ -50,7 +50,7 @@ def epilogue_gradient(
 @functools.lru_cache(1024)
 def _kernel(activation: str | None, program: Program | None, dtype: torch.dtype, sums: bool, index: int) -> tuple:
     """(the kernel's function, or None where there is no kernel, multiprocessors) of a CUDA device; cached."""
-    arch, sms, _ = device_arch(index)
+    arch, sms = device_arch(index)
     facts = EpilogueGradientFacts(arch.target, NAMES.get(dtype, str(dtype)), derivative_of(activation, program), sums)
     return None if unsupported(facts) else function_for(facts), sms
 

@@ -1,8 +1,7 @@
-"""Which kernel serves a product: of the candidates that can be built the one of least cost, or what was measured."""
+"""Select the kernel of a product: of the candidates that can be built, the one of least cost."""
 
 from dataclasses import replace
 
-from .. import tuned
 from ..arch import ArchSpec
 from ..operand import Layout
 from ..runtime.families import families, family_of
@@ -13,13 +12,10 @@ from .family import ProductFamily
 from .problem import Problem
 
 
-def choose(
-    problem: Problem, spec: ArchSpec, sms: int, forced: str | None, card: str = ""
-) -> tuple[GemmFacts, int, int, list[str]]:
+def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tuple[GemmFacts, int, int, list[str]]:
     """The kernel for a problem: facts, raster group, most CTAs, and notes on why.
 
-    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted. On
-    a path that serves the problem, what was measured on `card` (see tuned) goes before the cost model; "" is no card.
+    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted.
     """
     notes = []
     if problem.acc_dtype == "float16":
@@ -48,30 +44,10 @@ def choose(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
                     "16 bytes"
                 )
-            if pick := tuned_pick(card, path, problem, spec, sms, notes):
-                return facts_for(problem, path, spec, pick.config), pick.group, pick.ctas, notes
             group, ctas = family_of(facts).grid(facts.config, problem, sms)
             return facts, group, ctas, notes
         notes.append(f"not on path {path}: {reasons[0] if reasons else 'it has no kernels'}")
     raise ValueError("no kernel serves this call: " + "; ".join(notes))
-
-
-def tuned_pick(
-    card: str, path: str, problem: Problem, spec: ArchSpec, sms: int, notes: list[str]
-) -> tuned.TunedPick | None:
-    """The pick of a tuned table that this device can run; `notes` say what was found, used or not."""
-
-    def refuse(pick: tuned.TunedPick) -> str:
-        cluster = pick.config.cluster
-        if not cluster <= pick.ctas <= sms:
-            return f"{pick.ctas} CTAs, of {sms} multiprocessors and in clusters of {cluster}"
-        facts = facts_for(problem, path, spec, pick.config)
-        return family_of(facts).unsupported(facts)
-
-    pick = tuned.lookup(card, path, problem, refuse, notes)
-    if pick:
-        notes.append(f"tuned: {pick.us:.1f} µs against the cost model's {pick.heuristic_us:.1f} on {card}, {pick.date}")
-    return pick
 
 
 def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[ProductFamily, object]]:

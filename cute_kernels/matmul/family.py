@@ -45,13 +45,6 @@ class ProductFamily(Family):
         """(width of a raster panel in cluster tiles, CTAs of a persistent kernel)."""
         return cost.raster_group(config, problem), cost.all_ctas(config, sms)
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        """The modules that decide the speed of its kernels on a path: tuned picks hold as long as these stay."""
-        names = ("matmul.dense", "matmul.epilogue", "functions", "k_tiles", "scheduler", "tile.element", "tile.ptx")
-        names += ("tile.float8", *(f"matmul.{p}_{path.replace('_', '')}" for p in ("kernel", "mainloop", "store")))
-        names += ("tile.hopper", "matmul.split_k_sm90") if path == "sm_90" else ("tile.ampere",)
-        return tuple(f"cute_kernels.{name}" for name in names)
-
     def unsupported(self, facts: GemmFacts) -> str:
         return legality.gemm(facts)
 
@@ -149,10 +142,6 @@ class Dense(ProductFamily):
         made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
         made += (catalogue.tf32_kernels,)
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
-
-    def sources(self, path: str) -> tuple[str, ...]:
-        own = ("cute_kernels.matmul.promoted_sm90", "cute_kernels.matmul.block_scaled_sm90")
-        return super().sources(path) + (own if path == "sm_90" else ())
 
 
 DENSE = register(Dense())

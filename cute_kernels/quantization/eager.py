@@ -35,7 +35,7 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str, *, leads: bool = False) -
             return None
         found = quantized(x.mT, dtype, per)
         return found and (found[0].mT, found[1].mT if per == "128x128" else found[1])
-    spec, sms, _ = device_arch(x.get_device())
+    spec, sms = device_arch(x.get_device())
     names = spec.target, NAMES[x.dtype], FLOAT8[dtype]
     facts = QuantizeFacts(*names, step="values") if per == "tensor" else facts_for(*names, per, x.shape[-1])
     facts = replace(facts, leads=True) if leads and spec.capability >= (9, 0) else facts
@@ -90,7 +90,7 @@ def quantized_gated(
     if not _readable(z) or not z.is_contiguous():
         return None
     columns = z.shape[-1] // 2
-    spec, _, _ = device_arch(z.get_device())
+    spec, _ = device_arch(z.get_device())
     facts = facts_for(spec.target, NAMES[z.dtype], FLOAT8[dtype], "row", columns)
     rows, chained = z.numel() // z.shape[-1], chained and spec.capability >= (9, 0)
     # Of more rows the CTAs that follow would all be on the few SMs that the product has left idle.

@@ -63,7 +63,6 @@ def assume(arch: str, sms: int | None = None):
     """Inside the block, ops' planners plan tensors of any device as those of such a GPU, and compile nothing.
 
     It is for planners alone, which keep no plans: an op called inside of it would try to launch what was not compiled.
-    Picks that were measured on one card (cute_kernels.tuned) are not taken.
     """
     spec = arch_named(arch)
     token = _ASSUMED.set(Assumed(spec, sms or MULTIPROCESSORS[spec.name]))
@@ -78,14 +77,14 @@ def plans_kernel(device: torch.device) -> bool:
     return device.type == "cuda" or assumed() is not None
 
 
-def device_arch(index: int) -> tuple[ArchSpec, int, str]:
-    """(architecture, multiprocessors, name) of a CUDA device, or of the assumed one, whose name is ""."""
+def device_arch(index: int) -> tuple[ArchSpec, int]:
+    """Return the architecture and the number of multiprocessors of a CUDA device, or of the assumed one."""
     if (gpu := assumed()) is not None:
-        return gpu.spec, gpu.sms, ""
+        return gpu
     return _device_arch(index)
 
 
 @functools.cache
-def _device_arch(index: int) -> tuple[ArchSpec, int, str]:
+def _device_arch(index: int) -> tuple[ArchSpec, int]:
     properties = torch.cuda.get_device_properties(index)
-    return arch_of((properties.major, properties.minor)), properties.multi_processor_count, properties.name
+    return arch_of((properties.major, properties.minor)), properties.multi_processor_count

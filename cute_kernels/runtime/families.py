@@ -145,7 +145,7 @@ def family_of(facts: Any) -> Family:
 
 
 def unsupported(facts: Any) -> str:
-    """Why no kernel can be built from facts of any family; "" if one can. Ops, the tuner, tools and tests ask this."""
+    """Why no kernel can be built from facts of any family; "" if one can. Ops, tools and tests ask this."""
     return family_of(facts).unsupported(facts)
 
 

@@ -157,9 +157,9 @@ def _plan_kernel(plan: Plan, a: Sparse24, b, terms: Terms, out, spec) -> None:
         Extents(M, N, K), *names, layouts, majors, (2, 2, 2), spec, structured=True,
         use_fast_accum=terms.use_fast_accum,
     )  # fmt: skip
-    arch, sms, card = device_arch(a.values.get_device())
+    arch, sms = device_arch(a.values.get_device())
     try:
-        plan.facts, *counts, notes = choose(problem, arch, sms, forced_path(), card)
+        plan.facts, *counts, notes = choose(problem, arch, sms, forced_path())
     except ValueError as error:
         raise ValueError(f"{OP}: {error}; gemm(a.to_dense(), b) multiplies the same numbers") from None
     plan.group, plan.max_ctas = plan.facts.counts(*counts)

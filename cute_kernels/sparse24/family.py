@@ -35,11 +35,6 @@ class Sparse24Family(ProductFamily):
     def unsupported(self, facts: GemmFacts) -> str:
         return config.unsupported(facts)
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        mainloops = (f"mainloop_{path.replace('_', '')}", *(("promoted_sm90",) if path == "sm_90" else ()))
-        own = tuple(f"cute_kernels.sparse24.{name}" for name in ("product", *mainloops, "format"))
-        return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
-
     def entry(self, facts: GemmFacts):
         from .product import ScaledSparse24Gemm, Sparse24Gemm
 

@@ -38,16 +38,6 @@ class Bsr24Family(BsrFamily):
     def unsupported(self, facts: GemmFacts) -> str:
         return config.unsupported(facts)
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        own = (
-            "product",
-            f"mainloop_{path.replace('_', '')}",
-            "format",
-            *(("promoted_sm90",) if path == "sm_90" else ()),
-        )
-        own = ("sparse_collective.bsr24.gemm", *(f"cute_kernels.sparse24.{name}" for name in own))
-        return (*super().sources(path), *own, *(("cute_kernels.tile.descriptors",) if path == "sm_90" else ()))
-
     def entry(self, facts: GemmFacts):
         from .gemm import Bsr24Gemm, ScaledBsr24Gemm
 

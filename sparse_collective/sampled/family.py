@@ -77,9 +77,6 @@ class Sampled(ProductFamily):
             return "several boxes a tile: sm_80 has one" if cfg.boxes > 1 else legality.sm80(facts)
         return legality.tma_operands(facts) or legality.store_buffers(facts) or _sm90_tile(facts)
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        return *super().sources(path), "sparse_collective.sampled.gemm"
-
     def entry(self, facts: GemmFacts):
         from .gemm import SampledGemm
 

@@ -107,10 +107,6 @@ class Skinny(BsrFamily):
     def tensor_core(self, facts: GemmFacts) -> str:
         return "HMMA"
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        own = ("sparse_collective.skinny.kernel", "sparse_collective.skinny.float8", "cute_kernels.tile.ampere")
-        return tuple(dict.fromkeys((*super().sources(path), *own)))
-
     def entry(self, facts: GemmFacts):
         from .float8 import Float8SkinnyKernel
         from .kernel import SkinnyKernel

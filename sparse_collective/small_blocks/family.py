@@ -118,16 +118,6 @@ class SmallBlocks(BsrFamily):
             return "128 accumulators of 160 registers a thread leave none for this epilogue; 128 columns have room"
         return legality.smem_sm90(facts)
 
-    def sources(self, path: str) -> tuple[str, ...]:
-        return (
-            *super().sources(path),
-            "cute_kernels.tile.descriptors",
-            "sparse_collective.small_blocks.gemm",
-            "sparse_collective.small_blocks.kernel_sm90",
-            "sparse_collective.small_blocks.tables",
-            "sparse_collective.small_blocks.tile",
-        )
-
     def entry(self, facts: GemmFacts):
         from .gemm import SmallBlocksGemm
 
