@@ -400,8 +400,13 @@ class BsrMatrix(Conversions, LikeTensor):
     def recall(self, form: tuple | None = None) -> None:
         """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
 
-        Otherwise nothing is known of the pattern, and no plan is kept. With a form, met_before knows this matrix.
+        Otherwise nothing is known of the pattern, but tables made of it from now on are kept with the index tensors.
+        With a form, met_before knows this matrix.
         """
+        known = _LEARNT.get(id(self.crow_indices))
+        if known is None or known.crow_indices() is not self.crow_indices or known.col_indices() is None:
+            facts = self.shape[-2:], self.blocksize, False, NOT_KNOWN, Derived()
+            remember(self.crow_indices, self.col_indices, *facts)
         learnt = self._learnt()
         even, stats, plans = (learnt.even, learnt.stats, learnt.plans) if learnt else (False, NOT_KNOWN, None)
         self._set(even=even, plans=plans)

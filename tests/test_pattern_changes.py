@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_collective import BsrMatrix, bsr_linear
+from sparse_collective.bsr import learnt_of
 from sparse_collective.csc import csc_index
 from sparse_collective.nn import BsrLinear, change_pattern_
 from sparse_collective.pattern import indices_of, random_keys
@@ -276,3 +278,17 @@ def test_views_follow_the_change():
     before = W.t()
     W.col_indices.add_(0)
     assert W.t().numbers is not before.numbers and torch.equal(W.t().numbers, before.numbers)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_tables_of_matrices_in_compiled_functions_are_kept(device, check):
+    """Also of one that no eager call has seen: a graph's op makes a matrix of the index tensors in each call."""
+    matrix = bsr(cases.bernoulli(5, 7, 0.5), (16, 16), device)
+    W = BsrMatrix(matrix.crow_indices, matrix.col_indices, matrix.values, matrix.shape, check=check)
+    x = normal(9, 80, device=device)
+    call = torch.compile(lambda x: bsr_linear(x, W.t()), backend="aot_eager")
+    call(x)
+    kept = dict(learnt_of(W.crow_indices, W.col_indices).plans.kept)
+    call(x)
+    again = learnt_of(W.crow_indices, W.col_indices).plans.kept
+    assert again and all(again[key] is kept[key] for key in again)
