@@ -224,8 +224,8 @@ def grouped(
         items, x = operands()
         W, out = BsrMatrix.stack(items), x.new_empty(tokens, M)
         groups = torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(share // run)
-        call = Call(lambda: bsr_grouped_linear(x, W, groups, out=out))
-        return verified(call, sample), explain(bsr_grouped_linear, x, W, groups, out=out)
+        call = Call(lambda: bsr_grouped_linear(x, W, expert_ids=groups, out=out))
+        return verified(call, sample), explain(bsr_grouped_linear, x, W, expert_ids=groups, out=out)
 
     def loop():
         items, x = operands()

@@ -103,8 +103,8 @@ def grouped(
 
     def call_of(W, values, scale=None) -> tuple:
         terms = {"scale_x": scale, "out": values.new_empty(tokens, M, dtype=torch.bfloat16)}
-        call = Call(lambda: bsr_grouped_linear(values, W, x.groups, **terms))
-        return x.verified(call), explain(bsr_grouped_linear, values, W, x.groups, **terms)
+        call = Call(lambda: bsr_grouped_linear(values, W, expert_ids=x.groups, **terms))
+        return x.verified(call), explain(bsr_grouped_linear, values, W, expert_ids=x.groups, **terms)
 
     name = f"bsr_grouped_linear {block[0]}x{block[1]}, {kept:.3g}, {experts} experts, runs of {run}, e4m3fn, {epilogue}"
     wide = Candidate(WIDE, problem.flops, lambda: call_of(*x.wide)[0])

@@ -46,8 +46,8 @@ def sampled(bm: int, bk: int, asked: float | None = None, accumulate: bool = Fal
     def ours():
         W, a, b = operands()
         out = torch.zeros_like(W.values)
-        call = verified(functools.partial(sddmm, a, b, W, out), lambda: training.some_blocks(a, b, W))
-        return Call(functools.partial(call, accumulate=accumulate)), explain(sddmm, a, b, W, out)
+        call = verified(functools.partial(sddmm, a, b, W, out=out), lambda: training.some_blocks(a, b, W))
+        return Call(functools.partial(call, accumulate=accumulate)), explain(sddmm, a, b, W, out=out)
 
     name = f"sddmm {bm}x{bk}, {EIGHTH}" + (", added" if accumulate else "")
     others = [cube()]
@@ -108,7 +108,9 @@ def layer(
         W.check_indices()
         values, bias = (W.values * CUBE**-0.5).requires_grad_(), randn(CUBE).requires_grad_()
         if activation:
-            return step(lambda x, v, b: bsr_linear(x, W.with_values(v), b, activation), values, bias), None
+            return step(
+                lambda x, v, b: bsr_linear(x, W.with_values(v), bias=b, activation=activation), values, bias
+            ), None
         return step(lambda x, v: bsr_linear(x, W.with_values(v)), values), None
 
     def dense():

@@ -100,5 +100,5 @@ def host_calls() -> dict[str, Callable]:
     return found | {
         "bsr_linear": lambda: bsr_linear(x, A),
         "nn.functional.linear": lambda: torch.nn.functional.linear(x, weight),
-        "sddmm": functools.partial(sddmm, dy, dy, A, torch.empty_like(A.values).detach()),
+        "sddmm": functools.partial(sddmm, dy, dy, A, out=torch.empty_like(A.values).detach()),
     }

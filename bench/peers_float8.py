@@ -36,7 +36,7 @@ class Scaled(Operands):
     def quantised(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(a, its scale, b, its scale)."""
         kinds = self.per.split(" and ") if self.per == BLOCKS else (self.per, self.per)
-        a, b = (quantize(made(x), self.dtype, per) for x, per in zip(self.wide, kinds, strict=True))
+        a, b = (quantize(made(x), dtype=self.dtype, per=per) for x, per in zip(self.wide, kinds, strict=True))
         return *a, *b
 
     @cached_property

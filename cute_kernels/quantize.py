@@ -15,7 +15,7 @@ AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # what the l
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
 
 
-def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "tensor") -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "tensor") -> tuple[Tensor, Tensor]:
     """(values, scale) such that x is about values * scale, with the largest magnitude at the end of dtype's range.
 
     Args:
@@ -69,9 +69,9 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "te
 
 
 def quantize_gated(
-    z: Tensor, activation: str | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
+    z: Tensor, *, activation: str | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """quantize(h, dtype, "row") of h = activation(gate) * up, in one kernel: the middle of a gated feed-forward layer.
+    """quantize(h, per="row") of h = activation(gate) * up, in one kernel: the middle of a gated feed-forward layer.
 
     Args:
         z: (..., 2 H) of a floating-point dtype: of its columns 64 are of the gate, 64 of what it multiplies, and so on,
@@ -106,7 +106,11 @@ def quantize_gated(
         if z.numel() and (found := quantized_gated(z.detach(), activation, dtype)) is not None:
             return found
         h = gate_of_rounded(z, activation)
-        return quantize(h, dtype, "row") if h.dim() > 1 else tuple(t[0] for t in quantize(h[None], dtype, "row"))
+        return (
+            quantize(h, dtype=dtype, per="row")
+            if h.dim() > 1
+            else tuple(t[0] for t in quantize(h[None], dtype=dtype, per="row"))
+        )
 
 
 def shape_of_scale(shape, per: str) -> tuple:

@@ -16,15 +16,15 @@ RUN_MULTIPLE = 64  # rows of a run: the widest tile that every kind of block has
 BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
 
 
-def check_group_numbers(op: str, groups: Tensor) -> None:
+def check_group_numbers(op: str, expert_ids: Tensor) -> None:
     """The item of each run, as kernels read it; the numbers themselves are not looked at."""
-    if not is_strided(groups):
-        raise TypeError(f"{op}: groups must be a torch.Tensor, got {type(groups).__name__}")
-    if groups.dtype != torch.int32:
-        raise TypeError(f"{op}: groups are {groups.dtype}; the kernels read torch.int32 (cast with .int())")
-    if groups.dim() != 1 or not groups.is_contiguous():
-        found = f"shape {tuple(groups.shape)}, strides {groups.stride()}"
-        raise ValueError(f"{op}: groups must be one contiguous dimension, one number a run of rows; got {found}")
+    if not is_strided(expert_ids):
+        raise TypeError(f"{op}: expert_ids must be a torch.Tensor, got {type(expert_ids).__name__}")
+    if expert_ids.dtype != torch.int32:
+        raise TypeError(f"{op}: expert_ids are {expert_ids.dtype}; the kernels read torch.int32 (cast with .int())")
+    if expert_ids.dim() != 1 or not expert_ids.is_contiguous():
+        found = f"shape {tuple(expert_ids.shape)}, strides {expert_ids.stride()}"
+        raise ValueError(f"{op}: expert_ids must have one contiguous dimension, one entry a run of rows; got {found}")
 
 
 def is_strided(x: object) -> bool:

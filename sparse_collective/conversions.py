@@ -240,7 +240,9 @@ class Conversions:
             return self.base.quantize(dtype, per).t()
         if per not in ("block", "tensor"):
             raise ValueError(f"BsrMatrix.quantize: per is {per!r}; known are 'block' and 'tensor'")
-        values, scales = quantize(self.stored.detach().flatten(-2), dtype, "row" if per == "block" else "tensor")
+        values, scales = quantize(
+            self.stored.detach().flatten(-2), dtype=dtype, per="row" if per == "block" else "tensor"
+        )
         scales = scales.squeeze(-1) if per == "block" else scales
         return self.with_values(values.view(self.stored.shape), scales)
 

@@ -52,18 +52,18 @@ _PLANS = PlanCache()
 _FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
-def routing(op, x, W, groups, offsets, group_rows) -> padded_rows.Padding | None:
-    """The padded layout for offsets; None for groups, which are of such a layout already."""
+def routing(op, x, W, expert_ids, offs, group_rows) -> padded_rows.Padding | None:
+    """The padded layout for offs; None for expert_ids, for which x is padded already."""
     checks.check_tensor(f"{op}: x", x)
-    if (groups is None) == (offsets is None):
-        raise ValueError(f"{op}: give either groups or offsets")
-    if offsets is not None:
-        return padded_rows.padding_for(op, x, W, offsets, group_rows)
-    checks.check_tensor(f"{op}: groups", groups)
-    if group_rows is not None and groups.numel() * group_rows != x.shape[0]:
+    if (expert_ids is None) == (offs is None):
+        raise ValueError(f"{op}: give either expert_ids or offs")
+    if offs is not None:
+        return padded_rows.padding_for(op, x, W, offs, group_rows)
+    checks.check_tensor(f"{op}: expert_ids", expert_ids)
+    if group_rows is not None and expert_ids.numel() * group_rows != x.shape[0]:
         raise ValueError(
-            f"{op}: x has {x.shape[0]} rows, but {groups.numel()} groups of group_rows={group_rows} are "
-            f"{groups.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
+            f"{op}: x has {x.shape[0]} rows, but {expert_ids.numel()} expert_ids with group_rows={group_rows} need "
+            f"{expert_ids.numel() * group_rows}; leave group_rows out, or pad each expert's rows to it"
         )
     return None
 
@@ -79,7 +79,7 @@ def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
 
 
 def call(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, with_z=False, scale_b=None,
+    op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, with_z=False, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
     chained=False, fused=False,
 ):  # fmt: skip
@@ -100,8 +100,8 @@ def call(
         tensors += (bias,)
     if residual is not None:
         tensors += (residual,)
-    if groups is not None:
-        tensors += (groups,)
+    if expert_ids is not None:
+        tensors += (expert_ids,)
     if scale_b is not None:
         tensors += (scale_b,)
     if W.stored_scales is not None:
@@ -113,7 +113,7 @@ def call(
     try:
         terms = (
             op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
-            groups is None, with_z, scale_b is None, use_fast_accum, type(use_fast_accum),
+            expert_ids is None, with_z, scale_b is None, use_fast_accum, type(use_fast_accum),
             accumulation_dtype, out_dtype, scale_out is None, amax is None, precision, chained,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
@@ -125,7 +125,7 @@ def call(
             use_fast_accum=use_fast_accum, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
             precision=precision,
         )  # fmt: skip
-        planned = partial(_plan, op, W, b, given, out, groups, out_dtype, chained)
+        planned = partial(_plan, op, W, b, given, out, expert_ids, out_dtype, chained)
         plan = _PLANS.checked(op, terms, tensors, out, planned, residual)
     if amax is not None:
         checks.check_amax(op, amax, *W.indices, *tensors[:-1])  # the last is amax itself
@@ -138,7 +138,7 @@ def call(
             use_fast_accum=use_fast_accum, accumulation_dtype=accumulation_dtype, scale_out=scale_out, amax=amax,
             precision=precision,
         )  # fmt: skip
-        return _without_kernel(plan, W, b, given, out, groups)
+        return _without_kernel(plan, W, b, given, out, expert_ids)
     if out is None:
         out = plan.new_out()
     d = result = plan.new_out() if plan.staged else out
@@ -152,7 +152,7 @@ def call(
     if plan.split_blocks:
         values = tf32_parts.side_by_side(values, False)
     scales = _scales(plan, W, scale_b, scale_out, amax) if plan.scales else ()
-    _launch(plan, W, values, b, d, scales, bias, residual, z, groups)
+    _launch(plan, W, values, b, d, scales, bias, residual, z, expert_ids)
     if with_z:
         return out, kept
     return out.copy_(result) if plan.staged else out
@@ -169,14 +169,14 @@ def _scales(plan: Plan, W, scale_b, scale_out, amax) -> tuple:
     return of_w, *viewed(plan.scales, *given)
 
 
-def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, groups) -> None:
+def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, expert_ids) -> None:
     """Run the plan's kernel on the tensors as it views them."""
     family, function, group, order = plan.family, plan.function, plan.group, None
     ctas = plan.max_ctas if W.even else plan.uneven_ctas
     if plan.tiles and _takes_order(W):
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = family.work_order(W, tiles), 1
-    pattern = family.pattern(plan.facts, W, order, groups)
+    pattern = family.pattern(plan.facts, W, order, expert_ids)
     function(W.crow_indices, *pattern, values, b, d, *scales, bias, residual, z, 1.0, 1.0, group, ctas)
 
 
@@ -191,7 +191,7 @@ def under_autocast(op: str, W, b, residual, out_dtype) -> tuple:
     return cast_product(as_bsr(op, W), b, residual, out_dtype)
 
 
-def _explained(op: str, W, b, terms: Terms, out, groups=None, out_dtype=None) -> Plan:
+def _explained(op: str, W, b, terms: Terms, out, expert_ids=None, out_dtype=None) -> Plan:
     """The plan of a call, with the facts of the kernel that it launches."""
     W = as_bsr(op, W)
     if any_autocast() and out is None and terms.precision is None:
@@ -199,7 +199,7 @@ def _explained(op: str, W, b, terms: Terms, out, groups=None, out_dtype=None) ->
         terms = replace(terms, residual=residual)
     if W.check and W.device.type != "meta":
         W.check_indices()  # plans depend on what it finds out
-    plan = _plan(op, W, b, terms, out, groups, out_dtype)
+    plan = _plan(op, W, b, terms, out, expert_ids, out_dtype)
     if plan.facts is not None and plan.tiles and _takes_order(W):
         plan.facts = replace(plan.facts, ordered=True)
         plan.notes.append("block rows differ in length: a table orders the work tiles, the longest first")
@@ -217,7 +217,7 @@ def _ordered(plan: Plan) -> tuple:
     return plan.ordered
 
 
-def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
+def _without_kernel(plan: Plan, W, b, terms: Terms, out, expert_ids):
     """CPU tensors multiply the stored blocks by torch, a gate without a kernel is torch's; an empty result needs
     nothing at all."""
     if plan.unfused:
@@ -230,11 +230,11 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, groups):
         W = W.to_bsr()
     if terms.precision == "tf32":
         W, b = W.with_values(rounded(W.values)), rounded(b)
-    if groups is not None:
-        acc = on_cpu.grouped_linear(W, b, groups)
+    if expert_ids is not None:
+        acc = on_cpu.grouped_linear(W, b, expert_ids)
         if bias is not None and bias.dim() == 2:
-            items = groups.clamp(0, W.shape[0] - 1).long()  # the nearest item's, where there is no such number
-            terms = replace(terms, bias=bias[items].repeat_interleave(len(b) // len(groups), 0))
+            items = expert_ids.clamp(0, W.shape[0] - 1).long()  # the nearest item's, where there is no such number
+            terms = replace(terms, bias=bias[items].repeat_interleave(len(b) // len(expert_ids), 0))
     elif plan.op == "bsr_matmul":
         acc = on_cpu.product(W, b)
     else:
@@ -281,7 +281,7 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
     return matrix
 
 
-def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=False) -> Plan:
+def _plan(op, W, b, terms: Terms, out, expert_ids=None, out_dtype=None, chained=False) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     linear = op != "bsr_matmul"
     name = "x" if linear else "b"
@@ -297,7 +297,7 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=Fals
     if inner != K:
         raise ValueError(f"{op}: W is {M}x{K} and {name} {tuple(b.shape)}: {K} columns of W meet {inner}")
     if op == "bsr_grouped_linear":
-        _check_groups(op, W, b, groups)
+        _check_groups(op, W, b, expert_ids)
         batch = ()
     else:
         batch = _batch(op, W, name, b)
@@ -313,14 +313,14 @@ def _plan(op, W, b, terms: Terms, out, groups=None, out_dtype=None, chained=Fals
     checks.check_result(op, "out", out, shape, out_dtype)
     checks.check_result(op, "residual", terms.residual, shape, out_dtype)
     spec = _epilogue(op, W, b, terms)
-    others = {"bias": terms.bias, "residual": terms.residual, "groups": groups, f"scale_{name}": terms.scale_b}
+    others = {"bias": terms.bias, "residual": terms.residual, "expert_ids": expert_ids, f"scale_{name}": terms.scale_b}
     others |= {"scale_out": terms.scale_out, "amax": terms.amax}
     checks.check_device(op, W.device, out=out, **others)
     plan = Plan(op, shape, out_dtype, W.device)
     if math.prod(shape) == 0:
         plan.empty = True
     elif plans_kernel(W.device):
-        _plan_kernel(plan, W, b, terms, out, spec, groups, chained)
+        _plan_kernel(plan, W, b, terms, out, spec, expert_ids, chained)
     return plan
 
 
@@ -337,17 +337,17 @@ def _batch(op: str, W, name: str, b) -> tuple:
     return (items,)
 
 
-def _check_groups(op: str, W, x, groups) -> None:
+def _check_groups(op: str, W, x, expert_ids) -> None:
     """Which item of W multiplies each run of x's rows; the numbers themselves are not looked at."""
     if W.batch is None:
         raise ValueError(f"{op}: W is one matrix of shape {W.shape}; pass a batch (E, M, K), or use bsr_linear")
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
-    check_group_numbers(op, groups)
-    runs, rows = len(groups), x.shape[0]
+    check_group_numbers(op, expert_ids)
+    runs, rows = len(expert_ids), x.shape[0]
     if (rows % runs if runs else rows) or rows and rows // runs % RUN_MULTIPLE:
         raise ValueError(
-            f"{op}: {rows} rows of x in {runs} groups: each must have the same number of rows, a multiple of "
+            f"{op}: {rows} rows of x for {runs} expert_ids: each run must have the same number of rows, a multiple of "
             f"{RUN_MULTIPLE}; pad each expert's rows with zeros"
         )
 
@@ -407,7 +407,7 @@ def _scale_kinds(op, W, b, terms: Terms) -> tuple:
     return of_w, kind if kind in (None, "tensor") else "column"
 
 
-def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: bool) -> None:
+def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, expert_ids, chained: bool) -> None:
     from cute_kernels.runtime.families import function_for
 
     linear, fold = plan.op != "bsr_matmul", W.batch is None
@@ -448,7 +448,7 @@ def _plan_kernel(plan: Plan, W, b, terms: Terms, out, spec, groups, chained: boo
         vr = residual if views[3] is None else views[3](residual)
         spec = replace(spec, residual=major(layout_of_tensor(vr), names[1]))
     M, K = W.shape[-2], W.shape[-1] // W.blocksize[1] * bk
-    run = 0 if groups is None else b.shape[0] // len(groups)
+    run = 0 if expert_ids is None else b.shape[0] // len(expert_ids)
     N, vector = vb.shape[-2] if linear else vb.shape[-1], VECTOR_BYTES // W.stored.element_size()
     problem = Problem(
         Extents(M, N, K, vd.shape[0] if vd.dim() == 3 else 1),
@@ -549,38 +549,38 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
 
 
 def plan_bsr_matmul(
-    W, b, bias=None, activation=None, residual=None, out=None, *, scale_b=None, out_dtype=None, **more
+    W, b, *, bias=None, activation=None, residual=None, out=None, scale_b=None, out_dtype=None, **more
 ) -> Plan:
     """The plan of the same call of bsr_matmul."""
     terms = Terms(bias, activation, residual, scale_b=scale_b, **more)
     return _explained("bsr_matmul", W, b, terms, out, out_dtype=out_dtype)
 
 
-def plan_bsr_linear(x, W, bias=None, activation=None, out=None, *, scale_x=None, out_dtype=None, **more) -> Plan:
+def plan_bsr_linear(x, W, *, bias=None, activation=None, out=None, scale_x=None, out_dtype=None, **more) -> Plan:
     """The plan of the same call of bsr_linear."""
     terms = Terms(bias, activation, scale_b=scale_x, **more)
     return _explained("bsr_linear", W, x, terms, out, out_dtype=out_dtype)
 
 
-def plan_bsr_gated_linear(x, W, activation="silu", out=None, *, scale_x=None, out_dtype=None) -> Plan:
+def plan_bsr_gated_linear(x, W, *, activation="silu", out=None, scale_x=None, out_dtype=None) -> Plan:
     """The plan of the same call of bsr_gated_linear."""
     terms = Terms(activation=activation, gated=True, scale_b=scale_x)
     return _explained(GATED, W, x, terms, out, out_dtype=out_dtype)
 
 
 def plan_bsr_grouped_linear(
-    x, W, groups=None, bias=None, activation=None, out=None, *, offsets=None, group_rows=None, epilogue=None,
+    x, W, *, offs=None, expert_ids=None, group_rows=None, bias=None, activation=None, out=None, epilogue=None,
     scale_x=None, use_fast_accum=False, accumulation_dtype=None,
 ) -> Plan:  # fmt: skip
     """The plan of the same call of bsr_grouped_linear."""
     op = "bsr_grouped_linear"
     more = {"epilogue": epilogue, "use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
-    padding = routing(op, x, W, groups, offsets, group_rows)
+    padding = routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
-        return _explained(op, W, x, Terms(bias, activation, scale_b=scale_x, **more), out, groups)
+        return _explained(op, W, x, Terms(bias, activation, scale_b=scale_x, **more), out, expert_ids)
     scale, rows = padded_rows.spread_scale(op, scale_x, x, padding), padded_rows.spread(x, padding)
-    to = None if out is None else padded_out(op, out, W, padding, x, bias, scale_x, offsets)
+    to = None if out is None else padded_out(op, out, W, padding, x, bias, scale_x, offs)
     plan = _explained(op, W, rows, Terms(bias, activation, scale_b=scale, **more), to, padding.groups)
     plan.out_shape = (x.shape[0], W.shape[-2])
-    plan.notes.append(f"offsets: x is copied to a padded layout of {padding.rows} rows, and the result back from it")
+    plan.notes.append(f"offs: x is copied to a padded layout of {padding.rows} rows, and the result back from it")
     return plan

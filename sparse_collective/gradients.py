@@ -32,10 +32,10 @@ class Bsr(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, stored, b, bias, residual, groups):
+    def forward(ctx, call, stored, b, bias, residual, expert_ids):
         op, W, activation, epilogue, sums = call
         saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
-        terms = bias, activation, residual, None, epilogue, groups, saved == "z", None, False, sums
+        terms = bias, activation, residual, None, epilogue, expert_ids, saved == "z", None, False, sums
         result = eager.call(op, W, b, *terms)
         kept = result[1] if saved == "z" else result if saved == "y" else None
         _, needs_values, needs_b, *_ = ctx.needs_input_grad
@@ -43,7 +43,7 @@ class Bsr(torch.autograd.Function):
             W = W.without_values()  # an attribute of ctx lives as long as the loss, what is saved until backward
         ctx.like = None if needs_values else torch.empty_like(b, device="meta")
         values = stored if needs_b or W.batch is not None else None
-        ctx.save_for_backward(values, b if needs_values else None, bias, groups, kept)
+        ctx.save_for_backward(values, b if needs_values else None, bias, expert_ids, kept)
         ctx.set_materialize_grads(False)
         ctx.pattern = versions_of(W)
         ctx.call, ctx.path, ctx.dtype = (op, W, activation, epilogue), forced_path(), stored.dtype
@@ -56,7 +56,7 @@ class Bsr(torch.autograd.Function):
         if dy is None:  # a later autograd function's backward returned None
             return (None,) * len(ctx.needs_input_grad)
         op, W, activation, epilogue = ctx.call
-        values, b, bias, groups, saved = ctx.saved_tensors
+        values, b, bias, expert_ids, saved = ctx.saved_tensors
         if versions_of(W) != ctx.pattern:
             raise RuntimeError(
                 f"{op}: the indices of W, needed for gradient computation, have been modified by an inplace operation; "
@@ -67,11 +67,11 @@ class Bsr(torch.autograd.Function):
         _, needs_values, needs_b, needs_bias, needs_residual, _ = ctx.needs_input_grad
         sums = bias.dtype if needs_bias and of_columns(bias) else None
         dz, total = before_epilogue(op, dy, activation, epilogue, saved, sums)
-        dvalues = values_gradient(op, W, b, dz, groups) if needs_values else None
-        db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, groups) if needs_b else None
+        dvalues = values_gradient(op, W, b, dz, expert_ids) if needs_values else None
+        db = operand_gradient(op, W, b if ctx.like is None else ctx.like, dz, expert_ids) if needs_b else None
         dbias = None
         if needs_bias:
-            dbias = bias_gradient(op, dz, bias, groups) if sums is None else shaped(total, bias)
+            dbias = bias_gradient(op, dz, bias, expert_ids) if sums is None else shaped(total, bias)
         if dvalues is not None and dvalues.dtype is not ctx.dtype:
             dvalues = dvalues.to(ctx.dtype)
         return None, dvalues, db, dbias, dz if needs_residual else None, None
@@ -94,7 +94,7 @@ _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without 
 
 
 def differentiable(
-    op: str, W: BsrMatrix, b, bias, activation, residual, epilogue, groups, accumulation_dtype, source=None
+    op: str, W: BsrMatrix, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype, source=None
 ) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func.
 
@@ -102,7 +102,7 @@ def differentiable(
     they are saved instead of the copy, and backward casts them again: a copy for each use would be kept until backward.
     """
     stored = W.stored if source is None or not lives_on(source) else source
-    result = _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, groups)
+    result = _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, expert_ids)
     return result[0] if type(result) is tuple else result
 
 
@@ -122,17 +122,17 @@ def before_epilogue(
     return dz, None if sums is None else column_sums(dz, sums)
 
 
-def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
+def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
     """Of b, or of x: W' dz."""
-    db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, groups)
+    db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, expert_ids)
     return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b.shape, b.dtype)
 
 
-def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, groups: Tensor | None) -> Tensor:
+def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
     """Of W's stored values: dz b' where there are blocks; of W's shape and dtype."""
-    if groups is not None:  # (T, M) and (T, K), of which runs of rows are an item's
+    if expert_ids is not None:  # (T, M) and (T, K), of which runs of rows are an item's
         left, right = (dz.to(W.dtype), b) if W.base is None else (b, dz.to(W.dtype))
-        return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, groups)
+        return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, expert_ids)
     if dz.dtype is not W.dtype:
         dz = dz.to(W.dtype)
     if op == "bsr_linear" and W.base is None and W.batch is None and dz.dim() == b.dim() == 2:
@@ -184,16 +184,16 @@ def single(W: BsrMatrix) -> BsrMatrix:
     return W.derived(("single",), make, lambda made: (made[0].crow_indices, made[0].col_indices))[0]
 
 
-def bias_gradient(op: str, dz: Tensor, bias: Tensor, groups: Tensor | None) -> Tensor:
+def bias_gradient(op: str, dz: Tensor, bias: Tensor, expert_ids: Tensor | None) -> Tensor:
     """Of a bias for all rows, for each row, or for each item of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
         return sum_to(dz, bias.shape, bias.dtype)
     wide = accumulator(dz.dtype)
-    if groups is None:  # (L, M) of dz (L, N, M)
+    if expert_ids is None:  # (L, M) of dz (L, N, M)
         return dz.sum(-2, dtype=wide).to(bias.dtype)
     if dz.shape[0] == 0:
         return torch.zeros_like(bias)
-    # groups.shape[0] and not len(groups), which would fix the number of tokens of a compiled graph.
-    runs = dz.unflatten(0, (groups.shape[0], -1)).sum(1, dtype=wide)
-    items = groups.clamp(0, bias.shape[0] - 1).long()  # the nearest item's, where there is no such number
+    # expert_ids.shape[0] and not len(expert_ids), which would fix the number of tokens of a compiled graph.
+    runs = dz.unflatten(0, (expert_ids.shape[0], -1)).sum(1, dtype=wide)
+    items = expert_ids.clamp(0, bias.shape[0] - 1).long()  # the nearest item's, where there is no such number
     return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)

@@ -40,17 +40,17 @@ def product(W: BsrMatrix, b: Tensor) -> Tensor:
 
 
 @outside_autocast
-def grouped_linear(W: BsrMatrix, x: Tensor, groups: Tensor) -> Tensor:
-    """(T, M) of the accumulator's dtype: x (T, K) run by run times the item of W in groups, zeros where there is none.
+def grouped_linear(W: BsrMatrix, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """(T, M) of the accumulator's dtype: each run of x (T, K) times its item of W, zeros where there is no such item.
 
     Synchronises nothing but the CPU's own tensors, and costs what each item's tokens and blocks cost.
     """
-    runs = x.unflatten(0, (len(groups), -1))
+    runs = x.unflatten(0, (len(expert_ids), -1))
     out = x.new_zeros(*runs.shape[:-1], W.shape[-2], dtype=accumulator(x.dtype))
-    for item in groups.unique().tolist():
+    for item in expert_ids.unique().tolist():
         if not 0 <= item < W.shape[0]:
             continue
-        taken, scales = groups == item, W.stored_scales
+        taken, scales = expert_ids == item, W.stored_scales
         if W.batch == "values":
             blocks, part = W.stored[item], slice(None)
             scales = scales[item] if W.scaled_per == "block" else scales

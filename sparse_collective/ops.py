@@ -31,11 +31,11 @@ Epilogue = Callable[[Tensor], Tensor]
 def bsr_matmul(
     W: BsrMatrix | Bsr24 | Tensor,
     b: Tensor,
+    *,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    *,
     epilogue: Epilogue | None = None,
     scale_b: Tensor | None = None,
     use_fast_accum: bool = False,
@@ -101,10 +101,10 @@ def bsr_matmul(
 def bsr_linear(
     x: Tensor,
     W: BsrMatrix | Bsr24 | Tensor,
+    *,
     bias: Tensor | None = None,
     activation: str | None = None,
     out: Tensor | None = None,
-    *,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
     use_fast_accum: bool = False,
@@ -139,9 +139,9 @@ def bsr_linear(
 def bsr_gated_linear(
     x: Tensor,
     W: BsrMatrix | Bsr24 | Tensor,
+    *,
     activation: str | None = "silu",
     out: Tensor | None = None,
-    *,
     scale_x: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -194,13 +194,13 @@ def interleaved(gate: Tensor, up: Tensor) -> Tensor:
 def bsr_grouped_linear(
     x: Tensor,
     W: BsrMatrix | Bsr24 | Tensor,
-    groups: Tensor | None = None,
+    *,
+    offs: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    group_rows: int | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     out: Tensor | None = None,
-    *,
-    offsets: Tensor | None = None,
-    group_rows: int | None = None,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
     use_fast_accum: bool = False,
@@ -210,23 +210,24 @@ def bsr_grouped_linear(
 
     Pass the routing in one of two forms:
 
-    - ``offsets``: where each expert's tokens end, as torch._grouped_mm takes them. Any offsets are right.
+    - ``offs``: where each expert's tokens end, as in torch._grouped_mm: offs[e] is the number of tokens of experts 0 to
+      e, without a leading zero. Any offsets are right.
       y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e the number of offsets that are at most i.
-    - ``groups``: the expert of each run of tokens, for tokens that are padded to whole runs already. Nothing is copied.
-      y[i] is the same with e = groups[i // group_rows].
+    - ``expert_ids``: the expert of each run of group_rows tokens, for tokens that are padded to whole runs already.
+      Nothing is copied. y[i] is the same with e = expert_ids[i // group_rows].
 
     Args:
-        x: (T, K) of W's dtype, of any strides; with groups T is len(groups) times a multiple of 64.
+        x: (T, K) of W's dtype, of any strides; with expert_ids T is len(expert_ids) times a multiple of 64.
         W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
-        groups: (T / group_rows,) int32 on x's device, contiguous: the expert of each run.
+        offs: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
+        expert_ids: (T / group_rows,) int32 on x's device, contiguous.
+        group_rows: rows of a run, a multiple of 64. With offs it is a tuning parameter, 128 by default: a GEMM tile
+            belongs to one run, so 256 allows the tiles of bsr_linear, and 64 pads less. With expert_ids it is T /
+            len(expert_ids), and need not be passed.
         bias: (E, M), or (M,) for all experts.
         activation, out, epilogue, use_fast_accum, accumulation_dtype: see bsr_matmul.
-        offsets: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
-        group_rows: rows of a run, a multiple of 64. With offsets it is a tuning parameter, 128 by default: a GEMM tile
-            belongs to one run, so 256 allows the tiles of bsr_linear, and 64 pads less. With groups it is T /
-            len(groups), and need not be passed.
-        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token; with groups it
-            must be finite for padding, too.
+        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token; with expert_ids
+            it must be finite for padding, too.
 
     Returns:
         (T, M), `out` if it was given.
@@ -236,12 +237,13 @@ def bsr_grouped_linear(
     they get epilogue(activation(bias)) with the bias of the nearest expert. An offset beyond T counts as T, and one
     that is smaller than the one before it as that one. W's indices are checked as in bsr_matmul.
 
-    Cost of offsets: x is copied to a padded layout of at most T + min(T, E + 1) * group_rows rows, and the result back
-    from it; about 16 small kernels compute the layout. For several layers with one routing, pad once and pass groups::
+    Cost of offs: x is copied to a padded layout of at most T + min(T, E + 1) * group_rows rows, and the result back
+    from it; about 16 small kernels compute the layout. For several layers with one routing, pad once and pass
+    expert_ids::
 
         T = group_rows * runs  # every expert's rows padded to a multiple of group_rows, ends: where they end
         firsts = torch.arange(0, T, group_rows, device=x.device)
-        groups = torch.searchsorted(ends, firsts, right=True, out_int32=True)
+        expert_ids = torch.searchsorted(ends, firsts, right=True, out_int32=True)
 
     as sparse_collective.nn.BsrMixtureOfExperts does.
 
@@ -252,12 +254,12 @@ def bsr_grouped_linear(
     """
     op = "bsr_grouped_linear"
     more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
-    padding = eager.routing(op, x, W, groups, offsets, group_rows)
+    padding = eager.routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
-        return called(op, W, x, bias, activation, None, out, epilogue, groups, scale_b=scale_x, **more)
+        return called(op, W, x, bias, activation, None, out, epilogue, expert_ids, scale_b=scale_x, **more)
     if x.dtype in FLOAT8:
         check_no_grad(f"{op} of float8", x)
-    to = None if out is None else eager.padded_out(op, out, W, padding, x, bias, scale_x, offsets)
+    to = None if out is None else eager.padded_out(op, out, W, padding, x, bias, scale_x, offs)
     rows, scale = padded_rows.spread(x, padding), padded_rows.spread_scale(op, scale_x, x, padding)
     y = called(op, W, rows, bias, activation, None, to, epilogue, padding.groups, scale_b=scale, **more)
     y = padded_rows.taken(y, padding)
@@ -268,24 +270,24 @@ def sddmm(
     a: Tensor,
     b: Tensor,
     pattern: BsrMatrix,
-    out: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
-    groups: Tensor | None = None,
+    expert_ids: Tensor | None = None,
 ) -> Tensor:
     """The stored blocks of a pattern, of the dense product a @ b: a sampled product, the gradient of a sparse weight.
 
     Args:
         a: (M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
         b: (K, N) of a's dtype, of any strides.
-        pattern: (M, N) BsrMatrix with (bm, bk) blocks, or with groups a batch (L, M, N); its values are not read.
+        pattern: (M, N) BsrMatrix with (bm, bk) blocks, or with expert_ids a batch (L, M, N); its values are not read.
         out: (nnz, bm, bk), contiguous, at any address: where to write the result; its dtype (bfloat16, float16,
             float32 or a's) is the result's.
         accumulate: add to what `out` holds, in fp32, rounding once.
         out_dtype: of a result that is made here; a's unless told.
-        groups: (K / run,) int32 on a's device, contiguous, for a batch: which item each run of K belongs to. Each item
-            sums over its own; a number out of range is nobody's. run is a multiple of 64.
+        expert_ids: (K / run,) int32 on a's device, contiguous, for a batch: the item to which each run of K belongs.
+            Each item sums over its own runs; runs with a number out of range are skipped. run is a multiple of 64.
 
     Returns:
         (nnz, bm, bk), of a batch as its values: values for `pattern.with_values`; `out` if it was given.
@@ -298,8 +300,8 @@ def sddmm(
         TypeError, ValueError: an argument's type, dtype, shape, device or layout is not supported; the message says
             what is.
     """
-    terms = a, b, pattern, out, accumulate, out_dtype, groups
-    if torch.compiler.is_compiling() or dispatched("sddmm", a, b, getattr(pattern, "stored", None), out, groups):
+    terms = a, b, pattern, out, accumulate, out_dtype, expert_ids
+    if torch.compiler.is_compiling() or dispatched("sddmm", a, b, getattr(pattern, "stored", None), out, expert_ids):
         from .torch_op import traced_sddmm
 
         return traced_sddmm(*terms)
@@ -307,7 +309,7 @@ def sddmm(
 
 
 def called(
-    op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, groups=None, scale_b=None,
+    op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, expert_ids=None, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
     """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
@@ -323,14 +325,14 @@ def called(
     if plain and watches is not None and not (compiling or casts or hidden()):
         try:
             if watches:
-                return differentiable(op, W, b, bias, activation, residual, None, groups, accumulation_dtype)
+                return differentiable(op, W, b, bias, activation, residual, None, expert_ids, accumulation_dtype)
             return eager.call(
-                op, W, b, bias, activation, residual, out, None, groups, False, scale_b, use_fast_accum,
+                op, W, b, bias, activation, residual, out, None, expert_ids, False, scale_b, use_fast_accum,
                 accumulation_dtype, out_dtype, scale_out, amax, precision,
             )  # fmt: skip
         except NeedsDispatcher:
             pass
-    terms = W, b, bias, activation, residual, out, epilogue, groups
+    terms = W, b, bias, activation, residual, out, epilogue, expert_ids
     more = {"scale_b": scale_b, "use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
     more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
     return _unusual(op, terms, more, bool(watches))
@@ -339,7 +341,7 @@ def called(
 def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
     """An op of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function,
     with another W than a checked BsrMatrix, or with a gradient that raises. watches: autograd differentiates it."""
-    W, b, bias, activation, residual, out, epilogue, groups = terms
+    W, b, bias, activation, residual, out, epilogue, expert_ids = terms
     scale_b, out_dtype, precision, sums = (more[x] for x in ("scale_b", "out_dtype", "precision", "accumulation_dtype"))
     source, compiling = None, torch.compiler.is_compiling()
     if any_autocast() and out is None and precision is None:
@@ -351,7 +353,7 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
     if through_dispatcher and not compiling:
         with undisturbed():
             W = eager.as_bsr(op, W)
-    terms = W, b, bias, activation, residual, out, epilogue, groups
+    terms = W, b, bias, activation, residual, out, epilogue, expert_ids
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
     of_operands = scaled(b, None, scale_b, more["use_fast_accum"]) or precision is not None
@@ -363,7 +365,7 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
                 if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
                     epilogue = epilogue_program(op, epilogue)
                 W = W if type(W) is BsrMatrix else eager.as_bsr(op, W)
-                return differentiable(op, W, b, bias, activation, residual, epilogue, groups, sums, source)
+                return differentiable(op, W, b, bias, activation, residual, epilogue, expert_ids, sums, source)
             return eager.call(op, *terms, accumulation_dtype=sums)
         except NeedsDispatcher:
             pass

@@ -52,18 +52,16 @@ def padding_of(ends: Tensor, total: int, group_rows: int, tail: bool) -> Padding
     return Padding(runs * group_rows, slots, groups)
 
 
-def padding_for(op: str, x: Tensor, W, offsets: Tensor, group_rows: int | None) -> Padding:
-    """The padded layout of a call's rows, after checks of x, offsets and group_rows.
+def padding_for(op: str, x: Tensor, W, offs: Tensor, group_rows: int | None) -> Padding:
+    """The padded layout of a call's rows, after checks of x, offs and group_rows.
 
     Offsets beyond T count as T, and one that is smaller than the one before it is an empty expert.
     """
-    checks.check_tensor(f"{op}: offsets", offsets)
+    checks.check_tensor(f"{op}: offs", offs)
     if not torch.compiler.is_compiling():
-        dispatched(op, x, offsets)  # refuses what the copies below would not, such as a DTensor
-    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{op}: offsets must be (E,) torch.int32 or torch.int64, got {tuple(offsets.shape)} {offsets.dtype}"
-        )
+        dispatched(op, x, offs)  # refuses what the copies below would not, such as a DTensor
+    if offs.dim() != 1 or offs.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: offs must be (E,) torch.int32 or torch.int64, got {tuple(offs.shape)} {offs.dtype}")
     if group_rows is None:
         group_rows = GROUP_ROWS
     if isinstance(group_rows, bool) or not isinstance(group_rows, int) or group_rows < 1 or group_rows % RUN_MULTIPLE:
@@ -74,14 +72,14 @@ def padding_for(op: str, x: Tensor, W, offsets: Tensor, group_rows: int | None) 
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
     shape = getattr(W, "shape", ())
-    if len(shape) == 3 and (offsets.shape[0], x.shape[1]) != (shape[0], shape[2]):
+    if len(shape) == 3 and (offs.shape[0], x.shape[1]) != (shape[0], shape[2]):
         raise ValueError(
-            f"{op}: W is {tuple(shape)}, so x must be (T, {shape[2]}) and offsets ({shape[0]},), one for each of its "
-            f"items; got {tuple(x.shape)} and {tuple(offsets.shape)}"
+            f"{op}: W is {tuple(shape)}, so x must be (T, {shape[2]}) and offs ({shape[0]},), one for each of its "
+            f"items; got {tuple(x.shape)} and {tuple(offs.shape)}"
         )
-    if not (x.is_meta and offsets.is_meta):  # of these the registered op makes a result without memory
-        checks.check_device(op, x.device, offsets=offsets)
-    ends = offsets.long().clamp(0, x.shape[0]).cummax(0).values
+    if not (x.is_meta and offs.is_meta):  # of these the registered op makes a result without memory
+        checks.check_device(op, x.device, offs=offs)
+    ends = offs.long().clamp(0, x.shape[0]).cummax(0).values
     return padding_of(ends, x.shape[0], group_rows, tail=True)
 
 

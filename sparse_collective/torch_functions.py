@@ -35,7 +35,7 @@ def linear(input: Tensor, weight: BsrMatrix, bias: Tensor | None = None) -> Tens
     sparse = BsrMatrix | Bsr24
     if isinstance(input, sparse) or isinstance(bias, sparse) or not isinstance(weight, sparse):
         raise TypeError(f"linear takes a BsrMatrix as its weight alone; {WORKS}")
-    return ops.bsr_linear(input, weight, bias)
+    return ops.bsr_linear(input, weight, bias=bias)
 
 
 def tensor_matmul(left: BsrMatrix | Tensor, right: BsrMatrix | Tensor) -> Tensor:

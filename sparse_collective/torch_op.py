@@ -28,7 +28,7 @@ MATRIX = "bool transposed, Tensor crow_indices, Tensor col_indices, Tensor value
 INPUTS = f"str op, {MATRIX}, Tensor b"
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
-    "Tensor? groups=None, ScalarType? accumulation_dtype=None"
+    "Tensor? expert_ids=None, ScalarType? accumulation_dtype=None"
 )
 MATRIX_ARGUMENTS = 6
 GRADIENTS = (None,) * 15  # of all inputs and terms
@@ -36,14 +36,14 @@ GRADIENTS = (None,) * 15  # of all inputs and terms
 
 def _run(
     op, transposed, crow, col, values, columns, check, b, *, out, bias, activation, residual, out_dtype, epilogue,
-    groups, accumulation_dtype, with_z=False,
+    expert_ids, accumulation_dtype, with_z=False,
 ):  # fmt: skip
     W = _matrix(transposed, crow, col, values, columns, check)
     if epilogue is not None:
         epilogue = function_named(epilogue)
     if out is None and out_dtype is not None and not with_z:
         out = b.new_empty(_shape(op, transposed, crow, col, values, columns, check, b), dtype=out_dtype)
-    terms = bias, activation, residual, out, epilogue, groups, with_z, None, False, accumulation_dtype
+    terms = bias, activation, residual, out, epilogue, expert_ids, with_z, None, False, accumulation_dtype
     return call(op, W, b, *terms)
 
 
@@ -57,12 +57,12 @@ def _fake(op, *inputs, out_dtype, **terms):
 def _setup_context(ctx, inputs, output):
     op, *inputs = inputs
     matrix, inputs = inputs[:MATRIX_ARGUMENTS], inputs[MATRIX_ARGUMENTS:]
-    b, bias, activation, residual, _, epilogue, groups, accumulation_dtype = inputs
+    b, bias, activation, residual, _, epilogue, expert_ids, accumulation_dtype = inputs
     transposed, crow, col, values, columns, check = matrix
     saved = result_to_save(output, activation, epilogue)
     if saved is not None or not saved_of(activation, epilogue):
         residual = None  # backward reads it only to compute z again
-    ctx.save_for_backward(crow, col, values, b, bias, residual, groups, saved)
+    ctx.save_for_backward(crow, col, values, b, bias, residual, expert_ids, saved)
     ctx.call = op, transposed, columns, check, activation, epilogue, accumulation_dtype
 
 
@@ -70,22 +70,22 @@ def _backward(ctx, dy, *_):
     op, transposed, columns, check, activation, epilogue, accumulation_dtype = ctx.call
     if op == GATED:
         raise RuntimeError(f"{op} as an op has no gradient; the function of this name goes through bsr_linear for one")
-    crow, col, values, b, bias, residual, groups, kept = ctx.saved_tensors
+    crow, col, values, b, bias, residual, expert_ids, kept = ctx.saved_tensors
     given, ops = len(ctx.needs_input_grad), torch.ops.sparse_collective  # without the last ones that are their defaults
     needed = (*ctx.needs_input_grad, *(False,) * (len(GRADIENTS) - given))
     needs_values, needs_b, needs_bias, needs_residual = needed[4], needed[7], needed[8], needed[10]
     inputs = op, transposed, crow, col, values, columns, check, b
     if kept is None and saved_of(activation, epilogue):
-        kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, groups, accumulation_dtype)
+        kept = ops.bsr(*inputs, bias, None, residual, dy.dtype, None, expert_ids, accumulation_dtype)
     sums = bias.dtype if needs_bias and of_columns(bias) else None
     dz, total = before_epilogue(op, dy, activation, epilogue, kept, sums, epilogue_gradient)
     gradients = list(GRADIENTS)
     if needs_values:
-        gradients[4] = ops.bsr_values_gradient(*inputs, dz, groups)
+        gradients[4] = ops.bsr_values_gradient(*inputs, dz, expert_ids)
     if needs_b:
-        gradients[7] = ops.bsr_operand_gradient(*inputs, dz, groups)
+        gradients[7] = ops.bsr_operand_gradient(*inputs, dz, expert_ids)
     if needs_bias:
-        gradients[8] = bias_gradient(op, dz, bias, groups) if sums is None else shaped(total, bias)
+        gradients[8] = bias_gradient(op, dz, bias, expert_ids) if sums is None else shaped(total, bias)
     if needs_residual:
         gradients[10] = dz
     return tuple(gradients[:given])
@@ -142,10 +142,10 @@ def _gradient_op(name: str, gradient, of: int) -> None:
     """An op for one gradient, of the shape of the tensor in this place of INPUTS."""
 
     def run(op, *inputs):
-        *matrix, b, dz, groups = inputs
-        return gradient(op, _matrix(*matrix), b, dz, groups)
+        *matrix, b, dz, expert_ids = inputs
+        return gradient(op, _matrix(*matrix), b, dz, expert_ids)
 
-    schema = f"({INPUTS}, Tensor dz, Tensor? groups) -> Tensor"
+    schema = f"({INPUTS}, Tensor dz, Tensor? expert_ids) -> Tensor"
     name = f"sparse_collective::{name}"
 
     def fake(*inputs):
@@ -158,11 +158,11 @@ _gradient_op("bsr_values_gradient", values_gradient, 4)
 _gradient_op("bsr_operand_gradient", operand_gradient, 7)
 
 
-def _run_sddmm(a, b, *matrix, out, accumulate, out_dtype, groups):
-    return sampled.sddmm(a, b, _matrix(False, *matrix), out, accumulate, out_dtype, groups)
+def _run_sddmm(a, b, *matrix, out, accumulate, out_dtype, expert_ids):
+    return sampled.sddmm(a, b, _matrix(False, *matrix), out, accumulate, out_dtype, expert_ids)
 
 
-def _fake_sddmm(a, b, *matrix, accumulate, out_dtype, groups):
+def _fake_sddmm(a, b, *matrix, accumulate, out_dtype, expert_ids):
     (rows, columns), values = _extents(False, *matrix), matrix[2]
     fits = a.shape[0] == rows and b.shape[1] == columns and a.shape[1] == b.shape[0]
     torch._check(fits, lambda: f"sddmm: a must be ({rows}, K) and b (K, {columns}), got {a.shape} and {b.shape}")
@@ -177,19 +177,19 @@ def _sddmm_flops(a, b, crow_indices, col_indices, values, *_, **__) -> int:
 
 SDDMM = "sparse_collective::sddmm"
 SDDMM_INPUTS = "Tensor a, Tensor b, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check"
-SDDMM_TERMS = "bool accumulate=False, ScalarType? out_dtype=None, Tensor? groups=None"
+SDDMM_TERMS = "bool accumulate=False, ScalarType? out_dtype=None, Tensor? expert_ids=None"
 library.register(SDDMM, SDDMM_INPUTS, SDDMM_TERMS, _run_sddmm, _fake_sddmm, flops=_sddmm_flops)
 
 
-def traced_sddmm(a, b, pattern, out, accumulate, out_dtype, groups):
+def traced_sddmm(a, b, pattern, out, accumulate, out_dtype, expert_ids):
     """sddmm inside a torch.compile trace, and of calls that go through the dispatcher; see traced_bsr for which
     patterns are checked in each call."""
-    sampled.check_pattern("sddmm", pattern, out, accumulate, groups)
+    sampled.check_pattern("sddmm", pattern, out, accumulate, expert_ids)
     check_traced("sddmm", a, b, out)
     check_no_grad("sddmm", a, b)
     matrix = pattern.crow_indices, pattern.col_indices, pattern.stored.detach(), pattern.shape[-1]
     inputs = a, b, *matrix, pattern.check and not pattern.checked
-    return library.call(SDDMM, inputs, out, (accumulate, out_dtype, groups))
+    return library.call(SDDMM, inputs, out, (accumulate, out_dtype, expert_ids))
 
 
 def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool, scales=None) -> BsrMatrix:
@@ -226,36 +226,36 @@ def _shape(op: str, *inputs) -> tuple:
     return (*b.shape[:-1], rows)
 
 
-def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, accumulation_dtype=None):
+def traced_bsr(op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, *, accumulation_dtype=None):
     """bsr_matmul, bsr_linear or bsr_grouped_linear inside a torch.compile trace, and of calls that go through the
     dispatcher.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
     any other is checked in each call, with a synchronisation.
     """
-    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype)
     if out is None and wants_z(activation, epilogue, inputs[4], b, bias, residual):
         return library.call(f"{NAME}_and_z", inputs, None, terms)[0]
     return library.call(NAME, inputs, out, terms)
 
 
 def traced_scaled_bsr(
-    op, W, b, bias, activation, residual, out, epilogue, groups=None, *, scale_b, use_fast_accum,
+    op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, *, scale_b, use_fast_accum,
     accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
     """A product of 8-bit floats, or into such, or with a precision, inside a torch.compile trace; see traced_bsr."""
-    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype)
-    *first, _, function, groups, sums = terms
+    inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype)
+    *first, _, function, expert_ids, sums = terms
     scales = W.stored_scales
     what = f"{op} of float8, or with out_dtype or precision,"
     check_no_grad(what, inputs[4], scales, b, bias, residual, scale_b, scale_out, amax)
-    terms = scales, scale_b, use_fast_accum, *first, out_dtype, function, groups, sums, precision
+    terms = scales, scale_b, use_fast_accum, *first, out_dtype, function, expert_ids, sums, precision
     if narrow(out, out_dtype, scale_out, amax):
         return called_narrow(NARROW, inputs, out, terms, scale_out, amax)
     return library.call(SCALED, inputs, out, terms)
 
 
-def flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dtype) -> tuple[tuple, tuple]:
+def flat(op, W, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype) -> tuple[tuple, tuple]:
     """(inputs, terms) of the registered op."""
     if not isinstance(W, BsrMatrix):
         raise TypeError(
@@ -264,5 +264,5 @@ def flat(op, W, b, bias, activation, residual, epilogue, groups, accumulation_dt
     check_traced(op, W.stored, b, bias, residual)
     base = W if W.base is None else W.base
     matrix = base.crow_indices, base.col_indices, base.stored, base.shape[-1], base.check and not base.checked
-    terms = bias, activation, residual, None, named_function(epilogue), groups, accumulation_dtype
+    terms = bias, activation, residual, None, named_function(epilogue), expert_ids, accumulation_dtype
     return (op, W.base is not None, *matrix, b), terms

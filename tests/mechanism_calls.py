@@ -85,7 +85,7 @@ def of_product(op: str, case: products.Case, device: str) -> Subject:
     names, tensors = (["x"] if linear else ["a", "b"] if op == "gemm" else ["b"]), []
     tensors += [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
     W = next((t for t in args if isinstance(t, BsrMatrix)), None)
-    groups = args[2] if op == "bsr_grouped_linear" else None
+    experts = terms.pop("expert_ids", None)
     base = W if W is None or W.base is None else W.base
     if W is not None:
         base.check_indices()  # which waits for the GPU, so that a capture refuses it
@@ -99,8 +99,8 @@ def of_product(op: str, case: products.Case, device: str) -> Subject:
         if op == "gemm":
             return (named["a"], named["b"]), more
         M = matrix(named["values"])
-        operands = (named["x"], M) if linear else (M, named["b"])
-        return (*operands, *([] if groups is None else [move(groups)])), more
+        more |= {} if experts is None else {"expert_ids": move(experts)}
+        return (named["x"], M) if linear else (M, named["b"]), more
 
     def run(*given, move=stay):
         def matrix(values):
@@ -134,8 +134,8 @@ def of_product(op: str, case: products.Case, device: str) -> Subject:
 
     path = "sm_80" if signature.path == "sm_80" else None
     found = Subject(op, run, plain, names, tensors, path, zones=call.zones)
-    if groups is not None:
-        found.writes.append(("groups", lambda: groups.copy_(groups.flip(0)), True))
+    if experts is not None:
+        found.writes.append(("expert_ids", lambda: experts.copy_(experts.flip(0)), True))
     return found
 
 

@@ -104,15 +104,16 @@ def plainly(op: str, args: tuple, terms: dict) -> tuple[Tensor, Tensor, dict]:
         return *args, terms
     if op == "bsr_matmul":
         return dense_of(args[0]), args[1], terms
-    x, W, *groups = args
+    (x, W), experts = args, terms.get("expert_ids")
     weights, bias = dense_of(W).mT, terms.get("bias")
-    if groups:
-        number = groups[0].clamp(0, len(weights) - 1).long()
+    if experts is not None:
+        number = experts.clamp(0, len(weights) - 1).long()
         x = x.unflatten(0, (len(number), -1)) if len(number) else x.new_zeros(0, 1, x.shape[-1])
-        weights = torch.where((number == groups[0])[:, None, None], weights[number], 0.0)
+        weights = torch.where((number == experts)[:, None, None], weights[number], 0.0)
         bias = bias[number] if bias is not None and bias.dim() == 2 else bias
     bias = bias[:, None] if bias is not None and bias.dim() == 2 else bias
-    return x if x.dim() > 1 else x[None], weights, terms | {"bias": bias}
+    terms = {name: value for name, value in terms.items() if name != "expert_ids"} | {"bias": bias}
+    return x if x.dim() > 1 else x[None], weights, terms
 
 
 def product(
@@ -307,12 +308,8 @@ def make(case: Case, device: str = "cpu") -> Call:
     elif f.residual:
         terms["residual"] = given("residual", RESIDUAL, *shape, dtype=f.out_dtype)
     if f.run:
-        groups = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=drawn)
-        groups = zones.input(groups, name="groups")
-        if f.op == "sddmm":
-            terms["groups"] = groups
-        else:
-            args += (groups,)
+        experts = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=drawn)
+        terms["expert_ids"] = zones.input(experts, name="expert_ids")
     out = None
     if case.give_out or f.out_dtype != f.dtype:
         out = zones.output(shape, DTYPES[f.out_dtype], place(OUT, shape))

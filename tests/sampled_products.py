@@ -38,7 +38,7 @@ def sampled_truth(args: tuple, terms: dict, before: Tensor | None, out_dtype: to
     """The exact result, and torch's: in fp32, rounded once. `before`: what is added to."""
     found = []
     for dtype in (torch.float64, torch.float32):
-        blocks = product_of(*args, terms.get("groups"), dtype)
+        blocks = product_of(*args, terms.get("expert_ids"), dtype)
         found.append(blocks if before is None else blocks + before.to(dtype))
     return found[0], found[1].to(out_dtype)
 

@@ -143,9 +143,9 @@ def of_sparse_float8(path: str) -> None:
         bias, out = torch.randn(W.shape[0]), poisoned(200, W.shape[0]).to(DEVICE)
         with cute_kernels.path(path):
             x_there, *there = (t.to(DEVICE) for t in (x, scale_x, bias))
-            bsr_linear(x_there, W.to(DEVICE), there[1], "gelu", out, scale_x=there[0])
+            bsr_linear(x_there, W.to(DEVICE), bias=there[1], activation="gelu", out=out, scale_x=there[0])
         wide = torch.empty(200, W.shape[0])
-        near(out.cpu(), bsr_linear(x, W, bias, "gelu", wide, scale_x=scale_x).double())
+        near(out.cpu(), bsr_linear(x, W, bias=bias, activation="gelu", out=wide, scale_x=scale_x).double())
 
 
 def of_tiles_begun_ahead(path: str) -> None:
@@ -174,8 +174,8 @@ def of_2_4(path: str) -> None:
         x, bias, out = torch.randn(200, V.shape[1]).bfloat16(), torch.randn(V.shape[0]), poisoned(200, V.shape[0])
         out = out.to(DEVICE)
         with cute_kernels.path(path):
-            bsr_linear(x.to(DEVICE), V.to(DEVICE), bias.to(DEVICE), "gelu", out)
-        near(out.cpu(), bsr_linear(x, V, bias, "gelu", torch.empty(200, V.shape[0])).double())
+            bsr_linear(x.to(DEVICE), V.to(DEVICE), bias=bias.to(DEVICE), activation="gelu", out=out)
+        near(out.cpu(), bsr_linear(x, V, bias=bias, activation="gelu", out=torch.empty(200, V.shape[0])).double())
 
 
 def of_float8_layers(path: str) -> None:

@@ -89,7 +89,7 @@ CASES = {
         want=lambda d: numbers(d)[0].double() @ numbers(d)[1].double(),
     ),
     "gemm of two FP8 dtypes": Case(
-        lambda d: gemm(numbers(d)[2][0], quantize(numbers(d)[1], torch.float8_e5m2)[0]),
+        lambda d: gemm(numbers(d)[2][0], quantize(numbers(d)[1], dtype=torch.float8_e5m2)[0]),
         r"dequantize both with \(a.float\(\) \* scale\).to\(torch.bfloat16\) and \(b.float\(\) \* scale\).to",
         lambda d: gemm(*((q.float() * s).to(BF16) for q, s in (numbers(d)[2], numbers(d)[3]))),
         want=lambda d: numbers(d)[0].double() @ numbers(d)[1].double(),
@@ -115,9 +115,9 @@ CASES = {
         want=lambda d: x_of(d).double() @ sparse(d).to_dense().double().mT,
     ),
     "FP8 experts and BF16 x": Case(
-        lambda d: bsr_grouped_linear(experts(d)[0], experts(d)[1].quantize(), experts(d)[2]),
+        lambda d: bsr_grouped_linear(experts(d)[0], experts(d)[1].quantize(), expert_ids=experts(d)[2]),
         r"W.to\(torch.bfloat16\)",
-        lambda d: bsr_grouped_linear(experts(d)[0], experts(d)[1].quantize().to(BF16), experts(d)[2]),
+        lambda d: bsr_grouped_linear(experts(d)[0], experts(d)[1].quantize().to(BF16), expert_ids=experts(d)[2]),
         want=lambda d: torch.full((128, 128), 3.0).double().to(d) @ sparse(d).to_dense().double().mT,
     ),
     "FP8 Bsr24 and BF16 x": Case(

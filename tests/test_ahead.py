@@ -58,7 +58,7 @@ def test_the_bits_of_other_tiles(block, cluster):
 
         def call(ahead: bool, W=W, x=x, scale=scale):
             assert explain(bsr_linear, x, W, scale_x=scale).facts.begins_ahead == ahead
-            return bsr_linear(x, W, None, "relu", poisoned(700, W.shape[0]), scale_x=scale)
+            return bsr_linear(x, W, activation="relu", out=poisoned(700, W.shape[0]), scale_x=scale)
 
         assert torch.equal(*both(call, cluster))
 
@@ -68,7 +68,7 @@ def test_the_bits_of_other_tiles(block, cluster):
 def test_other_calls():
     """W times b, fp16, e5m2; a batch; a number that is no number stays in its row."""
     W = uneven((128, 128), 5, 5, E5M2)
-    x, scale = quantize(torch.randn(600, 640).to(BF16), E5M2, per="row")
+    x, scale = quantize(torch.randn(600, 640).to(BF16), dtype=E5M2, per="row")
     W.values.view(torch.uint8)[0, 3, 7] = 0x7F  # NaN
     b, scales = x.t(), scale.t().contiguous()
     found, wanted = both(lambda _: bsr_matmul(W, b, scale_b=scales, out_dtype=FP16), 2)

@@ -65,7 +65,7 @@ OPS = {
         ((40, 64), (64, 48), (48,)),
     ),
     "bsr_linear": (
-        lambda x, values, bias: bsr_linear(x, block_sparse(values), bias, "relu"),
+        lambda x, values, bias: bsr_linear(x, block_sparse(values), bias=bias, activation="relu"),
         lambda x, values, bias: nnf.linear(x, dense(values), bias).relu(),
         ((3, 40, 64), VALUES, (128,)),
     ),
@@ -91,7 +91,7 @@ OPS = {
         ((40, 64), VALUES),
     ),
     "bsr_grouped_linear": (
-        lambda x, values: bsr_grouped_linear(x, block_sparse(values, True), groups(x)),
+        lambda x, values: bsr_grouped_linear(x, block_sparse(values, True), expert_ids=groups(x)),
         lambda x, values: torch.cat([nnf.linear(part, w) for part, w in zip(x.chunk(2), dense(values).flip(0))]),
         ((128, 64), (2, *VALUES)),
     ),

@@ -38,7 +38,7 @@ def base(op: str, device="cpu") -> dict:
         "bsr_matmul": lambda: {"W": W, "b": normal(96, 40, device=device)},
         "bsr_linear": lambda: {"x": normal(40, 96, device=device), "W": W},
         "bsr_grouped_linear": lambda: {
-            "x": normal(192, 96, device=device), "W": BsrMatrix.stack([W] * 4), "groups": torch.arange(3, **ints)
+            "x": normal(192, 96, device=device), "W": BsrMatrix.stack([W] * 4), "expert_ids": torch.arange(3, **ints)
         },
     }[op]() | {"out": poisoned(*SHAPES[op], device=device)}  # fmt: skip
 
@@ -179,34 +179,34 @@ def ends(*values):
 
 
 def routed(rows, **more):
-    return {"groups": None, "offsets": ends(), "group_rows": rows} | more
+    return {"expert_ids": None, "offs": ends(), "group_rows": rows} | more
 
 
 GROUPED = [
     (lambda c: {"W": weights()}, ValueError, r"W is one matrix .*; pass a batch \(E, M, K\), or use"),
     (lambda c: {"x": c["x"][None]}, ValueError, r"x must be \(T, K\), got \(1, 192"),
-    (lambda c: {"groups": [0, 1, 2]}, TypeError, "groups must be a torch.Tensor, got list"),
-    (lambda c: {"groups": c["groups"].long()}, TypeError, "groups are torch.int64; the kernels read"),
-    (lambda c: {"groups": c["groups"][None]}, ValueError, "groups must be one contiguous dimension"),
-    (lambda c: {"groups": c["groups"].repeat_interleave(2)[::2]}, ValueError, "one contiguous dimension"),
-    (lambda c: {"groups": c["groups"][:2]}, ValueError, "192 rows of x in 2 groups: .* multiple of 64"),
-    (lambda c: {"groups": ends(0, 0, 0, 0, 0)}, ValueError, "192 rows of x in 5 groups"),
-    (lambda c: {"groups": c["groups"][:0]}, ValueError, "192 rows of x in 0 groups"),
-    (lambda c: {"groups": c["groups"].to("meta")}, ValueError, "groups is on meta, the others on"),
-    (lambda c: {"groups": None}, ValueError, "give either groups or offsets"),
-    (lambda c: {"offsets": ends()}, ValueError, "give either groups or offsets"),
-    (lambda c: {"group_rows": 128}, ValueError, "x has 192 rows, but 3 groups of group_rows=128 are 384"),
+    (lambda c: {"expert_ids": [0, 1, 2]}, TypeError, "expert_ids must be a torch.Tensor, got list"),
+    (lambda c: {"expert_ids": c["expert_ids"].long()}, TypeError, "expert_ids are torch.int64; the kernels read"),
+    (lambda c: {"expert_ids": c["expert_ids"][None]}, ValueError, "expert_ids must have one contiguous dimension"),
+    (lambda c: {"expert_ids": c["expert_ids"].repeat_interleave(2)[::2]}, ValueError, "one contiguous dimension"),
+    (lambda c: {"expert_ids": c["expert_ids"][:2]}, ValueError, "192 rows of x for 2 expert_ids: .* multiple of 64"),
+    (lambda c: {"expert_ids": ends(0, 0, 0, 0, 0)}, ValueError, "192 rows of x for 5 expert_ids"),
+    (lambda c: {"expert_ids": c["expert_ids"][:0]}, ValueError, "192 rows of x for 0 expert_ids"),
+    (lambda c: {"expert_ids": c["expert_ids"].to("meta")}, ValueError, "expert_ids is on meta, the others on"),
+    (lambda c: {"expert_ids": None}, ValueError, "give either expert_ids or offs"),
+    (lambda c: {"offs": ends()}, ValueError, "give either expert_ids or offs"),
+    (lambda c: {"group_rows": 128}, ValueError, "x has 192 rows, but 3 expert_ids with group_rows=128 need 384"),
     (lambda c: routed(96), ValueError, "group_rows must be a positive multiple of 64, got 96; leave it out for 128"),
     (lambda c: routed(True), ValueError, "group_rows must be a positive multiple of 64, got True"),
-    (lambda c: routed(64, offsets=ends().float()), ValueError, "offsets must be .E,. torch.int32 or torch.int64"),
-    (lambda c: routed(None, offsets=ends()[:3]), ValueError, r"offsets \(4,\), one for each .* and \(3,\)"),
-    (lambda c: routed(None, offsets=ends().to("meta")), ValueError, "offsets is on meta, the others on"),
+    (lambda c: routed(64, offs=ends().float()), ValueError, "offs must be .E,. torch.int32 or torch.int64"),
+    (lambda c: routed(None, offs=ends()[:3]), ValueError, r"offs \(4,\), one for each .* and \(3,\)"),
+    (lambda c: routed(None, offs=ends().to("meta")), ValueError, "offs is on meta, the others on"),
     (lambda c: routed(None, x=c["x"][:, :64]), ValueError, r"x must be \(T, 96\) and .*; got \(192, 64\)"),
     (lambda c: routed(None, x=c["x"][None]), ValueError, r"x must be \(T, K\), got \(1, 192"),
     (lambda c: routed(None, W=weights()), ValueError, r"W is one matrix .*; pass a batch \(E, M, K\), or use"),
     (lambda c: routed(None, out=normal(192, 32)), ValueError, r"out has shape \(192, 32\), the result has"),
     (lambda c: routed(None, out=c["x"][:, :64]), ValueError, "out shares memory with an input of shape .192, 96"),
-    (lambda c: routed(64, offsets=[64]), TypeError, "offsets must be a torch.Tensor"),
+    (lambda c: routed(64, offs=[64]), TypeError, "offs must be a torch.Tensor"),
     (lambda c: {"bias": normal(3, 64)}, ValueError, r"bias has shape \(3, 64\), must be"),
 ]
 OWN = {
@@ -274,7 +274,7 @@ def test_wrong_indices(place, index_dtype):
             (lambda: bsr_matmul(t, b, out=out), "must be sorted and without duplicates"),
             (lambda: bsr_matmul(relative, b), r"crow_indices\[1, 0\] is 0; it must be where item 0 ends"),
             (
-                lambda: bsr_grouped_linear(x, relative, group),
+                lambda: bsr_grouped_linear(x, relative, expert_ids=group),
                 r"crow_indices\[1, 0\] is 0; it must be where item 0 ends",
             ),
         ):

@@ -220,7 +220,7 @@ def grouped(V: Bsr24) -> None:
     groups = torch.tensor([*range(items), items, 0], dtype=torch.int32, device=V.device)
     x = normal(64 * len(groups), V.shape[-1], dtype=V.dtype, device=V.device)
     bias = torch.randn(items, V.shape[-2], device=V.device)
-    ours, dense = bsr_grouped_linear(x, V, groups, bias), V.to_dense()
+    ours, dense = bsr_grouped_linear(x, V, expert_ids=groups, bias=bias), V.to_dense()
 
     def exact(dtype):
         runs = [
@@ -267,7 +267,7 @@ def test_wide_numbers_on_the_cpu(op, dtype):
 def test_torch_s_functions():
     V, x = sparse(), normal(24, 640)
     bias = torch.randn(384, dtype=BF16)
-    assert torch.equal(torch.nn.functional.linear(x, V, bias), bsr_linear(x, V, bias))
+    assert torch.equal(torch.nn.functional.linear(x, V, bias), bsr_linear(x, V, bias=bias))
     assert torch.equal(V @ x.t(), bsr_matmul(V, x.t())) and torch.equal(torch.matmul(V, x.t()), V @ x.t())
     assert torch.equal(V @ x[0], bsr_linear(x[0], V))
     double = bsr_linear(x, V, epilogue=lambda t: t * 2.0)
@@ -283,7 +283,7 @@ def test_a_gate_is_torch_s():
 @pytest.mark.parametrize(("shape", "n"), [((0, 128), 8), ((128, 0), 8), ((128, 128), 0), ((128, 128), 8)], ids=str)
 def test_empty_products(shape, n):
     V = random_bsr(shape, (64, 64), density=0.0).prune_2_4()
-    out = bsr_linear(torch.ones(n, shape[1], dtype=BF16), V, torch.ones(shape[0]))
+    out = bsr_linear(torch.ones(n, shape[1], dtype=BF16), V, bias=torch.ones(shape[0]))
     assert out.shape == (n, shape[0]) and (out == 1).all()
 
 
@@ -315,9 +315,9 @@ def refusals() -> list:
         (lambda: bsr_matmul(V, x.t(), use_fast_accum=True), ValueError, "use_fast_accum of torch.bfloat16"),
         (lambda: bsr_linear(leaf(x), V), RuntimeError, "bsr_linear of a Bsr24 does not compute gradients"),
         (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
-        (lambda: bsr_linear(x, V, leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
+        (lambda: bsr_linear(x, V, bias=leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_gated_linear(leaf(x), V), RuntimeError, "does not compute gradients"),
-        (lambda: bsr_grouped_linear(x, V, torch.zeros(1).int()), ValueError, "W is one matrix"),
+        (lambda: bsr_grouped_linear(x, V, expert_ids=torch.zeros(1).int()), ValueError, "W is one matrix"),
         (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix or a"),
         (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
         (lambda: explain(bsr_linear, x.half(), V.to(FP16), accumulation_dtype=FP16), ValueError, "in fp32 alone"),

@@ -132,7 +132,7 @@ def grouped(V: Bsr24) -> None:
     """Runs of 64 tokens, one of them of nobody."""
     groups = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device=V.device)
     x, scale = operand(bsr_linear, V, 256, "each")
-    ours, dense = bsr_grouped_linear(x, V, groups, scale_x=scale), wide(V.to_bsr())
+    ours, dense = bsr_grouped_linear(x, V, expert_ids=groups, scale_x=scale), wide(V.to_bsr())
     runs = zip((x.double() * scale).unflatten(0, (-1, 64)), groups.tolist(), strict=True)
     exact = torch.cat([run @ (dense[min(g, 1)] * (g < 2)).mT for run, g in runs])
     magnitudes = torch.cat([x.double().abs() * scale]) @ dense.abs().amax(0).mT
@@ -186,7 +186,7 @@ def test_empty_products(shape, n):
     if V is None:
         V = random_bsr(shape, (64, 64), density=0.0).prune_2_4().to(E4M3)
     x = torch.ones(n, shape[1]).to(E4M3)
-    assert (bsr_linear(x, V, torch.ones(shape[0])) == 1).all()
+    assert (bsr_linear(x, V, bias=torch.ones(shape[0])) == 1).all()
 
 
 def test_plans():

@@ -47,7 +47,10 @@ def test_products_on_the_cpu(form, dtype, small, monkeypatch):
         bias, residual = normal(*batch, M, dtype=dtype), normal(*(batch or lead), M, 12, dtype=dtype)
         terms = {"activation": "gelu", "epilogue": lambda z: F.where(z > 0.0, z, z * 0.5)}
         beside = bias[..., None, :] if batch else bias
-        y, z = bsr_linear(x, W, bias, **terms), bsr_matmul(W, x.mT, bias[..., None], residual=residual, **terms)
+        y, z = (
+            bsr_linear(x, W, bias=bias, **terms),
+            bsr_matmul(W, x.mT, bias=bias[..., None], residual=residual, **terms),
+        )
         exact = [
             exact_and_torch(x, dense.mT, dtype, bias=beside, **terms),
             exact_and_torch(dense, x.mT, dtype, bias=bias[..., None], residual=residual, **terms),
@@ -71,7 +74,7 @@ def test_grouped_on_the_cpu(form, dtype, view):
     W = W.t() if view else W
     (_, M, K), groups = W.shape, torch.tensor([2, 0, 7, 2, -1], dtype=torch.int32)
     x, bias = normal(5 * 64, K, dtype=dtype), normal(3, M, dtype=dtype)
-    y = bsr_grouped_linear(x, W, groups, bias)
+    y = bsr_grouped_linear(x, W, expert_ids=groups, bias=bias)
     dense = torch.cat([W.to_dense().double(), torch.zeros(1, M, K, dtype=FP64)])
     items, nearest = torch.tensor([2, 0, 3, 2, 3]), torch.tensor([2, 0, 2, 2, 0])
     exact = x.double().view(5, 64, K) @ dense[items].mT + bias.double()[nearest][:, None]
@@ -115,7 +118,7 @@ def test_a_product_costs_what_its_blocks_cost(view):
     grouped = BsrMatrix.stack([W, W])
     groups = torch.tensor([0, 1], dtype=torch.int32)
     with FlopCounterMode(display=False) as flops:
-        bsr_grouped_linear(normal(128, 2048), grouped, groups)
+        bsr_grouped_linear(normal(128, 2048), grouped, expert_ids=groups)
     assert flops.get_total_flops() == 2 * W.values.numel() * 128
 
 
@@ -191,10 +194,10 @@ def test_gradcheck_of_products(activation, function, view):
         return W.with_values(values).t() if view else W.with_values(values)
 
     def as_linear(values, x, bias):
-        return bsr_linear(x, of(values), bias, activation, epilogue=function)
+        return bsr_linear(x, of(values), bias=bias, activation=activation, epilogue=function)
 
     def as_matmul(values, b, bias, residual):
-        return bsr_matmul(of(values), b, bias, activation, residual, epilogue=function)
+        return bsr_matmul(of(values), b, bias=bias, activation=activation, residual=residual, epilogue=function)
 
     values, fast = leaf(W.values), activation is not None or function is not None
     assert torch.autograd.gradcheck(as_linear, (values, *doubles((3, K), (M,))), fast_mode=fast)
@@ -210,7 +213,7 @@ def test_gradcheck_of_batches(view):
 
         def call(values, x, bias):
             V = W.with_values(values)
-            return bsr_linear(x, V.t() if view else V, bias, "gelu")
+            return bsr_linear(x, V.t() if view else V, bias=bias, activation="gelu")
 
         for x in ((2, 2, K), (2, K)):
             assert torch.autograd.gradcheck(call, (leaf(W.values), *doubles(x, (2, M))), fast_mode=len(x) == 3)
@@ -228,7 +231,7 @@ def test_gradcheck_of_grouped_products(form, view):
 
     def call(values, x, bias):
         V = W.with_values(values)
-        return bsr_grouped_linear(x, V.t() if view else V, groups, bias, "silu")
+        return bsr_grouped_linear(x, V.t() if view else V, expert_ids=groups, bias=bias, activation="silu")
 
     assert torch.autograd.gradcheck(call, (leaf(W.values), *doubles((256, K), (3, M))), fast_mode=True)
 
@@ -256,7 +259,7 @@ def test_gradcheck_of_conversions():
 def test_sddmm_of_wide_types(dtype, accumulate):
     W, a, b = matrix(dtype=dtype), normal(64, 24, dtype=dtype), normal(24, 96, dtype=dtype)
     out = torch.ones_like(W.values) if accumulate else None
-    found = sddmm(a, b, W, out, accumulate=accumulate)
+    found = sddmm(a, b, W, out=out, accumulate=accumulate)
     exact = BsrMatrix.from_dense(a.double() @ b.double(), (16, 32), mask=W.to_dense()[::16, ::32] != 0).values
     assert found.dtype is dtype
     torch.testing.assert_close(found.double(), exact + accumulate, rtol=0, atol=1e-12 if dtype is FP64 else 1e-4)

@@ -164,13 +164,15 @@ def test_extents_of_zero(device, path, shape, items):
     lead = () if items is None else (items,)
     W = W if items is None else BsrMatrix.stack([W] * items)
     bias = normal(*lead, m, device=device)
-    out = bsr_matmul(W, normal(*lead, k, n, device=device), bias[..., None], "relu")
+    out = bsr_matmul(W, normal(*lead, k, n, device=device), bias=bias[..., None], activation="relu")
     assert torch.equal(out, bias[..., None].relu().expand(*lead, m, n))
-    out = bsr_linear(normal(*lead, n, k, device=device), W, bias, "relu")
+    out = bsr_linear(normal(*lead, n, k, device=device), W, bias=bias, activation="relu")
     assert torch.equal(out, bias[..., None, :].relu().expand(*lead, n, m))
     if items:
         groups = torch.tensor([2, 0] if n else [], dtype=torch.int32, device=device)
-        out = bsr_grouped_linear(normal(len(groups) * 64, k, device=device), W, groups, bias, "relu")
+        out = bsr_grouped_linear(
+            normal(len(groups) * 64, k, device=device), W, expert_ids=groups, bias=bias, activation="relu"
+        )
         assert torch.equal(out, bias[groups.long()].relu().repeat_interleave(64, 0))
 
 
@@ -276,12 +278,14 @@ def test_groups_and_offsets(device, path, form, ends):
     W, _ = batch(form, device=device)
     x, groups = normal(64 * 7, W.shape[-1], device=device), numbers(ENDS[ends], device)
     fused = {"bias": normal(4, W.shape[1], device=device), "activation": "relu"}
-    check(bsr_grouped_linear, x, W, groups, **fused)
-    out = bsr_grouped_linear(x, W, groups)
+    check(bsr_grouped_linear, x, W, expert_ids=groups, **fused)
+    out = bsr_grouped_linear(x, W, expert_ids=groups)
     if ends:
-        routing = {"offsets": numbers(ends, device), "group_rows": 64}
+        routing = {"offs": numbers(ends, device), "group_rows": 64}
         assert torch.equal(bsr_grouped_linear(x, W, **routing), out)
-        assert torch.equal(bsr_grouped_linear(x, W, **routing, **fused), bsr_grouped_linear(x, W, groups, **fused))
+        assert torch.equal(
+            bsr_grouped_linear(x, W, **routing, **fused), bsr_grouped_linear(x, W, expert_ids=groups, **fused)
+        )
     outside = torch.tensor([not 0 <= item < 4 for item in ENDS[ends]], device=device).repeat_interleave(64)
     assert not out[outside].any()
 
@@ -291,19 +295,19 @@ def test_offsets_in_a_graph(path):
     """They change between replays, and nothing is read on the host."""
     W, _ = batch("patterns", device="cuda", grid=(8, 8))
     x, ends = normal(768, W.shape[-1], device="cuda"), numbers([128, 256, 256, 768], "cuda")
-    out = bsr_grouped_linear(x, W, offsets=ends, group_rows=128)
+    out = bsr_grouped_linear(x, W, offs=ends, group_rows=128)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        bsr_grouped_linear(x, W, offsets=ends, group_rows=128)
+        bsr_grouped_linear(x, W, offs=ends, group_rows=128)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        bsr_grouped_linear(x, W, offsets=ends, group_rows=128, out=out)
+        bsr_grouped_linear(x, W, offs=ends, group_rows=128, out=out)
     for after in ([0, 384, 384, 768], [768] * 4):
         ends.copy_(numbers(after, "cuda"))
         graph.replay()
-        assert torch.equal(out, bsr_grouped_linear(x, W, offsets=ends.clone(), group_rows=128))
+        assert torch.equal(out, bsr_grouped_linear(x, W, offs=ends.clone(), group_rows=128))
 
 
 def test_tiles_of_a_grouped_product_lie_in_one_run(emulated):

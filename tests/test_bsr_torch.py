@@ -322,12 +322,12 @@ def test_explain_tells_of_the_copy(device):
 def test_sddmm_into_any_address(place, dtype):
     W, dy, x = matrix(place), normal(24, 64, device=place), normal(24, 96, device=place)
     expected = torch.zeros(W.values.shape, dtype=dtype, device=place)
-    sddmm(dy.t(), x, W, expected)
+    sddmm(dy.t(), x, W, out=expected)
     for by in (1, 2, 3):
         out = off(torch.full_like(expected, float("nan")), by)
-        assert sddmm(dy.t(), x, W, out) is out and torch.equal(out, expected)
-        twice = sddmm(dy.t(), x, W, expected.clone(), accumulate=True)
-        assert torch.equal(sddmm(dy.t(), x, W, out, accumulate=True), twice)
+        assert sddmm(dy.t(), x, W, out=out) is out and torch.equal(out, expected)
+        twice = sddmm(dy.t(), x, W, out=expected.clone(), accumulate=True)
+        assert torch.equal(sddmm(dy.t(), x, W, out=out, accumulate=True), twice)
 
 
 def test_values_of_a_file(place, tmp_path):

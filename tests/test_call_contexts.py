@@ -46,7 +46,7 @@ def calls(place: str, score_mods: bool) -> dict:
         "bsr_matmul, transposed": (lambda x: bsr_matmul(square.t(), x), x),
         "bsr_matmul, unchecked": (lambda x: bsr_matmul(unchecked.t(), x), x),
         "bsr_gated_linear": (lambda x: bsr_gated_linear(x, W), x),
-        "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, groups), x),
+        "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, expert_ids=groups), x),
         "a function's mask": masked(near, causal=True),
         "bool": masked(blocks, causal=True),
         "flex": masked(near.to_flex()),

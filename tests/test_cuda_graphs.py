@@ -91,7 +91,7 @@ def grouped_case(device) -> Case:
                 layer(normal(64 * (i + 1), SIDE, device=device), ends, 64)
         layer.weight.derived(("test", i), lambda: (torch.zeros(64, device=device),))
 
-    return Case([x, layer.values], lambda x, values: layer(x, offsets, 64), other)
+    return Case([x, layer.values], lambda x, values: layer(x, offsets, group_rows=64), other)
 
 
 def bend(z: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHERS = (torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 DTYPES = (*FLOATS, *FLOAT8, *OTHERS, torch.complex64)
 # ops that multiply 8-bit floats
+EXPERT_IDS = torch.tensor([1, 0], dtype=torch.int32)
 NARROW = ("gemm", "bsr_matmul", "bsr_linear", "bsr_grouped_linear", "bsr_gated_linear")
 OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, bsr_gated_linear, sddmm, attention)}
 ON_ARCHS = pytest.mark.parametrize("arch", ARCHS)
@@ -53,8 +54,13 @@ def operands(name: str, first, second) -> tuple:
     if name == "attention":
         return numbers(first, 1, 2, 20, 64), numbers(second, 1, 2, 24, 64), numbers(second, 1, 2, 24, 64)
     if name == "bsr_grouped_linear":
-        return numbers(second, 128, 128), matrix(first, True), torch.tensor([1, 0], dtype=torch.int32)
+        return numbers(second, 128, 128), matrix(first, True)
     return numbers(second, 64, 128), matrix(first)
+
+
+def terms_of(name: str) -> dict:
+    """What an op needs beside its operands."""
+    return {"expert_ids": EXPERT_IDS} if name == "bsr_grouped_linear" else {}
 
 
 def works(name: str, first, second, kernel: bool) -> bool:
@@ -71,7 +77,7 @@ def wide(name: str, args: tuple, dtype) -> torch.Tensor:
     """A product in torch, of operands made `dtype`."""
     a, b = (t.to_dense().to(dtype) if isinstance(t, BsrMatrix) else t.to(dtype) for t in args[:2])
     if name == "bsr_grouped_linear":
-        return torch.einsum("gtk,gmk->gtm", a.unflatten(0, (2, 64)), b[args[2].long()]).flatten(0, 1)
+        return torch.einsum("gtk,gmk->gtm", a.unflatten(0, (2, 64)), b[EXPERT_IDS.long()]).flatten(0, 1)
     if name == "bsr_linear":
         return a @ b.mT
     if name == "bsr_gated_linear":
@@ -103,7 +109,7 @@ def test_all_pairs_on_the_cpu(name):
         expected = works(name, first, second, kernel=False)
         try:
             args = operands(name, first, second)
-            result = OPS[name](*args)
+            result = OPS[name](*args, **terms_of(name))
         except TypeError as error:
             assert not expected, (first, second, error)
             assert_says_what_would_work(error, first, second)
@@ -127,7 +133,7 @@ def test_all_pairs_on_a_gpu(name, arch):
         if name == "attention" and first in FLOAT8 and arch != "sm_90":
             expected = False
         try:
-            plan = explain(OPS[name], *operands(name, first, second), arch=arch)
+            plan = explain(OPS[name], *operands(name, first, second), arch=arch, **terms_of(name))
         except (TypeError, ValueError) as error:
             assert not expected, (first, second, error)
             assert_says_what_would_work(error, first, second)

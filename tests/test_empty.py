@@ -147,16 +147,16 @@ def test_bsr(size, activation, view, compiled, place, request):
         return W.values, *(normal(*shape, device=place) for shape in shapes)
 
     check(
-        lambda v, b, bias, r: bsr_matmul(of(v), b, bias, activation, r),
+        lambda v, b, bias, r: bsr_matmul(of(v), b, bias=bias, activation=activation, residual=r),
         lambda v, b, bias, r: act(dense(v) @ b + bias + r), tensors((k, N), (N,), (m, N)), compiled,
     )  # fmt: skip
     check(
-        lambda v, b, bias: bsr_matmul(of(v), b, bias, activation),
+        lambda v, b, bias: bsr_matmul(of(v), b, bias=bias, activation=activation),
         lambda v, b, bias: act(dense(v) @ b + bias), tensors((2, k, N), (m, 1)), compiled,
     )  # fmt: skip
     for shape in ((N, k), (2, N, k), (k,)) if not compiled else ((N, k),):
         check(
-            lambda v, x, bias: bsr_linear(x, of(v), bias, activation),
+            lambda v, x, bias: bsr_linear(x, of(v), bias=bias, activation=activation),
             lambda v, x, bias: act(x @ dense(v).mT + bias), tensors(shape, (m,)), compiled,
         )  # fmt: skip
 
@@ -207,13 +207,13 @@ def test_batches_and_experts(size, form, view, place):
 
     for x in ((2, N, k), (N, k)):
         check(
-            lambda v, x, bias: bsr_linear(x, of(v), bias, "gelu"),
+            lambda v, x, bias: bsr_linear(x, of(v), bias=bias, activation="gelu"),
             lambda v, x, bias: torch.nn.functional.gelu(x @ dense(v).mT + bias[:, None]), tensors(x, (2, m)),
         )  # fmt: skip
     groups = torch.tensor([1, 0], dtype=torch.int32, device=place)[: 2 * bool(N)]
 
     def experts(v, x, bias):
-        return bsr_grouped_linear(x, of(v), groups, bias, "gelu")
+        return bsr_grouped_linear(x, of(v), expert_ids=groups, bias=bias, activation="gelu")
 
     def plain(v, x, bias):
         runs = [x[i * N : (i + 1) * N] @ dense(v)[g].mT + bias[g] for i, g in enumerate(groups.tolist())]
@@ -231,8 +231,8 @@ def test_sddmm(size, place):
     want = blocks[pattern.row_of_block().long(), pattern.col_indices.long()]
     near(sddmm(a, b, pattern), want)
     ones = torch.ones_like(want).bfloat16()
-    near(sddmm(a, b, pattern, ones.clone(), accumulate=True), want + 1)
-    near(sddmm(a, b, pattern, ones.clone()), want)
+    near(sddmm(a, b, pattern, out=ones.clone(), accumulate=True), want + 1)
+    near(sddmm(a, b, pattern, out=ones.clone()), want)
 
 
 # ---------------------------------------------------------------------- attention

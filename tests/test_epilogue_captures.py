@@ -24,7 +24,7 @@ def calls(device: str) -> dict:
         "bsr_matmul": lambda x, **terms: bsr_matmul(W, x, **terms),
         "bsr_linear": lambda x, **terms: bsr_linear(x, W, **terms),
         "bsr_linear of a Bsr24": lambda x, **terms: bsr_linear(x, Bsr24, **terms),
-        "bsr_grouped_linear": lambda x, **terms: bsr_grouped_linear(x, items, groups, **terms),
+        "bsr_grouped_linear": lambda x, **terms: bsr_grouped_linear(x, items, expert_ids=groups, **terms),
     }
 
 

@@ -95,7 +95,7 @@ def check(a, b, *, fast=False, out=None, device="cpu", bias=None, activation=Non
 @pytest.mark.parametrize(("per", "shape"), [("tensor", (1,)), ("row", (3, 20, 1)), ("column", (3, 1, 36))])
 def test_quantize(dtype, per, shape):
     x = torch.randn(3, 20, 36) * torch.randn(3, 20, 1).exp()
-    values, scale = quantize(x.to(BF16), dtype, per)
+    values, scale = quantize(x.to(BF16), dtype=dtype, per=per)
     assert values.dtype == dtype and values.shape == x.shape and scale.dtype == FP32 and scale.shape == shape
     axes = {"tensor": (0, 1, 2), "row": -1, "column": -2}[per]
     top = torch.finfo(dtype).max
@@ -120,7 +120,7 @@ def test_quantize_zeros_and_what_is_next_to_them(per):
 def test_quantize_keeps_large_numbers_in_range():
     for dtype in (E4M3, E5M2):
         for x in (torch.full((2, 2), 3.4e38), torch.randn(64, 64) * 1e30):
-            values, scale = quantize(x, dtype)
+            values, scale = quantize(x, dtype=dtype)
             assert values.float().isfinite().all() and scale.isfinite().all()
     assert quantize(torch.tensor([[1.0, math.nan]]))[0].float().isnan().all()
 
@@ -131,19 +131,19 @@ def test_quantize_keeps_the_order_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("x", "terms", "error", "words"),
     [
-        (([1.0],), TypeError, "must be a torch.Tensor"),
-        ((torch.ones(2, 2, dtype=torch.int32),), TypeError, "floating|float32"),
-        ((torch.ones(2, 2).to(E4M3),), TypeError, "float32"),
-        ((torch.ones(2, 2), FP16), TypeError, "float8_e4m3fn"),
-        ((torch.ones(2, 2), E4M3, "block"), ValueError, "'row'"),
-        ((torch.ones(2), E4M3, "row"), ValueError, "needs 2"),
+        ([1.0], {}, TypeError, "must be a torch.Tensor"),
+        (torch.ones(2, 2, dtype=torch.int32), {}, TypeError, "floating|float32"),
+        (torch.ones(2, 2).to(E4M3), {}, TypeError, "float32"),
+        (torch.ones(2, 2), {"dtype": FP16}, TypeError, "float8_e4m3fn"),
+        (torch.ones(2, 2), {"per": "block"}, ValueError, "'row'"),
+        (torch.ones(2), {"per": "row"}, ValueError, "needs 2"),
     ],
 )
-def test_quantize_refuses(arguments, error, words):
+def test_quantize_refuses(x, terms, error, words):
     with pytest.raises(error, match=words):
-        quantize(*arguments)
+        quantize(x, **terms)
 
 
 # -- the op, wherever tensors are -----------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def test_calls_on_the_emulator(arch, dtype):
 @pytest.mark.parametrize("size", [(256, 256, 256), (1024, 1536, 4096), (129, 257, 1000), (4, 8192, 4096)], ids=str)
 def test_large_products(dtype, fast, size):
     M, N, K = size
-    a, b = (quantize(torch.randn(n, K, device="cuda"), dtype, "row") for n in (M, N))
+    a, b = (quantize(torch.randn(n, K, device="cuda"), dtype=dtype, per="row") for n in (M, N))
     terms = {"scale_a": a[1], "scale_b": b[1].t(), "bias": torch.randn(N, device="cuda"), "activation": "gelu"}
     out = poisoned(M, N, device="cuda")
     check(a[0], b[0].t(), fast=fast, device="cuda", out=out, **terms)

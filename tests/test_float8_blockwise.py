@@ -94,7 +94,7 @@ def check(a, b, *, out=None, device="cpu", bias=None, activation=None, residual=
 @pytest.mark.parametrize(("per", "blocks"), [("1x128", (1, 128)), ("128x128", (128, 128))])
 def test_quantize(dtype, shape, per, blocks):
     x = (torch.randn(shape) * torch.randn(*shape[:-1], 1).exp()).to(BF16)
-    values, scale = quantize(x, dtype, per)
+    values, scale = quantize(x, dtype=dtype, per=per)
     *batch, rows, columns = shape
     assert values.dtype == dtype and values.shape == x.shape and scale.dtype == FP32
     assert scale.shape == (*batch, rows if per == "1x128" else up(rows), up(columns))
@@ -412,8 +412,8 @@ def test_large_products(dtype, size):
     M, N, K = size
     x = torch.randn(M, K, device="cuda") * torch.randn(M, 1, device="cuda").exp()
     (a, scale_a), (b, scale_b) = (
-        quantize(x, dtype, "1x128"),
-        quantize(torch.randn(N, K, device="cuda"), dtype, "128x128"),
+        quantize(x, dtype=dtype, per="1x128"),
+        quantize(torch.randn(N, K, device="cuda"), dtype=dtype, per="128x128"),
     )
     terms = {"scale_b": scale_b.t(), "bias": torch.randn(N, device="cuda"), "activation": "gelu"}
     outs = []

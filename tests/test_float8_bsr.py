@@ -284,7 +284,7 @@ def test_empty_products(place):
     for shape, n in (((64, 128), 0), ((64, 0), 16), ((0, 64), 16)):
         W = BsrMatrix.from_dense(torch.zeros(shape, device=place), (32, 32)).quantize()
         x = numbers(n, shape[1], device=place)
-        out = bsr_linear(x, W, torch.ones(shape[0], device=place), scale_x=torch.ones(n, 1, device=place))
+        out = bsr_linear(x, W, bias=torch.ones(shape[0], device=place), scale_x=torch.ones(n, 1, device=place))
         assert out.shape == (n, shape[0]) and out.dtype == BF16 and (out == 1).all()
 
 
@@ -406,7 +406,7 @@ def test_compiled(where, per):
     (x, scale), bias = operand(bsr_linear, W, 40, "each"), torch.randn(256, device=where)
 
     def call(x, scale, bias, out=None):
-        return bsr_linear(x, W, bias, "silu", out=out, scale_x=scale) * 2.0
+        return bsr_linear(x, W, bias=bias, activation="silu", out=out, scale_x=scale) * 2.0
 
     compiled = torch.compile(call, fullgraph=True, backend="inductor" if where == "cuda" else "aot_eager")
     assert torch.equal(compiled(x, scale, bias), call(x, scale, bias))

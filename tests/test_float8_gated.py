@@ -38,7 +38,7 @@ def matrix(shape, block=(128, 128), *, dtype=E4M3, per="block", device="cpu") ->
 def tokens(n: int, W: BsrMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Such that products are of magnitude 1."""
     x = torch.randn(n, W.shape[1], device=W.device) * W.shape[1] ** -0.5
-    return quantize(x.to(BF16), W.dtype, per="row")
+    return quantize(x.to(BF16), dtype=W.dtype, per="row")
 
 
 def exact_of(x, scale, W, activation, dtype):
@@ -65,14 +65,16 @@ def assert_is_the_gate_of_the_product(x, scale, W, activation, dtype=BF16) -> No
     """Bit for bit: what quantize_gated makes of bsr_linear's result is what quantize makes of this one. But where a
     kernel for few tokens or one that splits K makes that: its sums are in another order."""
     out = poisoned(len(x), W.shape[0] // 2, dtype=dtype, device=x.device)
-    assert bsr_gated_linear(x, W, activation, out, scale_x=scale) is out and out.isfinite().all()
+    assert bsr_gated_linear(x, W, activation=activation, out=out, scale_x=scale) is out and out.isfinite().all()
     z = bsr_linear(x, W, scale_x=scale, out_dtype=dtype)
     facts = explain(bsr_linear, x, W, scale_x=scale, out_dtype=dtype).facts
     if facts.family != "bsr" or facts.config.split > 1:
         assert (out.double() - gate_of_rounded(z, activation).double()).norm() <= 0.02 * out.double().norm()
         return
     for narrow in (E4M3, E5M2) if dtype != FP32 else ():
-        pairs = zip(quantize(out, narrow, "row"), quantize_gated(z, activation, narrow), strict=True)
+        pairs = zip(
+            quantize(out, dtype=narrow, per="row"), quantize_gated(z, activation=activation, dtype=narrow), strict=True
+        )
         assert all(same_bits(*pair) for pair in pairs)
     by_torch = gate_of_rounded(z, activation).double()  # whose activations round otherwise
     most = (torch.finfo(dtype).eps + 1e-5) * by_torch.abs() + 2e-6 * z.abs().max()
@@ -91,13 +93,15 @@ def test_against_fp64(place, dtype, per, activation):
         W = matrix((512, 384), block, dtype=dtype, per=per, device=place)
         x, scale = tokens(200, W)
         for out_dtype in (None, FP16, FP32):
-            found = bsr_gated_linear(x, W, activation, scale_x=scale, out_dtype=out_dtype)
+            found = bsr_gated_linear(x, W, activation=activation, scale_x=scale, out_dtype=out_dtype)
             assert found.dtype == (out_dtype or BF16) and found.shape == (200, 256)
             assert_near(found, exact_of(x, scale, W, activation, found.dtype))
             out = poisoned(200, 256, dtype=found.dtype, device=place)
-            assert bsr_gated_linear(x, W, activation, out, scale_x=scale) is out and torch.equal(out, found)
-    parts = bsr_gated_linear(x.view(2, 100, -1), W, activation, scale_x=scale.view(2, 100, 1))
-    assert torch.equal(parts.view(200, 256), bsr_gated_linear(x, W, activation, scale_x=scale))
+            assert bsr_gated_linear(x, W, activation=activation, out=out, scale_x=scale) is out and torch.equal(
+                out, found
+            )
+    parts = bsr_gated_linear(x.view(2, 100, -1), W, activation=activation, scale_x=scale.view(2, 100, 1))
+    assert torch.equal(parts.view(200, 256), bsr_gated_linear(x, W, activation=activation, scale_x=scale))
     assert bsr_gated_linear(x[0], W, scale_x=scale[0]).shape == (256,) and bsr_gated_linear(x[:0], W).shape == (0, 256)
 
 
@@ -105,9 +109,9 @@ def test_a_compiled_call():
     W = matrix((256, 256))
     x, scale = tokens(70, W)
     W.check_indices()
-    call = lambda x, s: bsr_gated_linear(x, W, "gelu", scale_x=s)  # noqa: E731
+    call = lambda x, s: bsr_gated_linear(x, W, activation="gelu", scale_x=s)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, scale), bsr_gated_linear(x, W, "gelu", scale_x=scale))
+    assert torch.equal(compiled(x, scale), bsr_gated_linear(x, W, activation="gelu", scale_x=scale))
 
 
 def test_sixteen_bits_have_an_out_dtype(place):
@@ -133,7 +137,7 @@ def test_which_kernel_serves(emulated):
         assert "not fused" in text and f"blocks of {block[0]} rows: a gate of 8-bit floats needs tiles of 128" in text
     W = matrix((256, 384))
     out = torch.empty(4096, 130)[:, 1:129]
-    assert "is stored by TMA alone" in str(explain(bsr_gated_linear, x, W, "silu", out, scale_x=scale))
+    assert "is stored by TMA alone" in str(explain(bsr_gated_linear, x, W, activation="silu", out=out, scale_x=scale))
 
 
 def test_other_gpus():
@@ -169,7 +173,7 @@ def test_what_a_call_compiles():
             RuntimeError,
             "does not compute gradients",
         ),
-        (lambda x, s, W: bsr_gated_linear(x, W, "swish"), ValueError, "unknown activation 'swish'"),
+        (lambda x, s, W: bsr_gated_linear(x, W, activation="swish"), ValueError, "unknown activation 'swish'"),
         (lambda x, s, W: bsr_gated_linear(x, matrix((192, 256), (64, 64))), ValueError, "W has 192 rows"),
         (lambda x, s, W: bsr_gated_linear(x, BsrMatrix.stack([W, W])), ValueError, "W is a batch"),
     ],
@@ -224,7 +228,9 @@ def test_the_same_bits_on_the_emulator(case):
     W = matrix(shape, block, dtype=dtype, per=per)
     with on_emulator("sm_90", sms=3, seed=11 + case):
         x, scale = tokens(n, W)
-        assert explain(bsr_gated_linear, x, W, activation, scale_x=scale, out_dtype=out_dtype).facts.gate_apart
+        assert explain(
+            bsr_gated_linear, x, W, activation=activation, scale_x=scale, out_dtype=out_dtype
+        ).facts.gate_apart
         assert_is_the_gate_of_the_product(x, scale, W, activation, out_dtype)
 
 
@@ -237,7 +243,7 @@ def test_torch_s_gate_has_the_same_bits_on_the_emulator():
         x, scale = tokens(70, W)
         out = poisoned(70, 130)[:, first : first + 128]
         with on_emulator("sm_90", sms=3):
-            bsr_gated_linear(x, W, "silu", out, scale_x=scale)
+            bsr_gated_linear(x, W, activation="silu", out=out, scale_x=scale)
             z = bsr_linear(x, W, scale_x=scale)
         assert torch.equal(out, gate_of_rounded(z, "silu"))
 
@@ -311,7 +317,7 @@ def test_many_times_and_in_a_graph():
     wanted, out = bsr_gated_linear(x, W, scale_x=scale), poisoned(3000, 2048, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        bsr_gated_linear(x, W, "silu", out, scale_x=scale)
+        bsr_gated_linear(x, W, activation="silu", out=out, scale_x=scale)
     for _ in range(200):
         out.fill_(float("nan"))
         graph.replay()

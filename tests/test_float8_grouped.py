@@ -80,7 +80,7 @@ def exact_of(x, W, groups, scale, *, bias=None, activation=None, epilogue=None, 
 
 def check(x, W, groups, scale, *, fast=False, out=None, **terms) -> torch.Tensor:
     """Against fp64, as torch errs in fp32 but for what tensor cores of a GPU drop. Slopes of terms are at most 1.2."""
-    ours = bsr_grouped_linear(x, W, groups, out=out, scale_x=scale, use_fast_accum=fast, **terms)
+    ours = bsr_grouped_linear(x, W, expert_ids=groups, out=out, scale_x=scale, use_fast_accum=fast, **terms)
     assert out is None or ours is out
     exact = exact_of(x, W, groups, scale, **terms)
     if x.is_cuda:
@@ -131,7 +131,7 @@ def test_operands_of_any_strides_and_scales_of_any_shape(place):
     scattered = torch.stack([x.view(torch.uint8)] * 2, -1)[..., 0].view(x.dtype)
     spread = torch.stack([scale, -scale], -1)[..., 0]
     for other, each in ((x.t().contiguous().t(), scale), (scattered, scale), (x, scale[:, 0]), (x, spread)):
-        assert torch.equal(bsr_grouped_linear(other, W, groups, scale_x=each), right)
+        assert torch.equal(bsr_grouped_linear(other, W, expert_ids=groups, scale_x=each), right)
 
 
 def test_offsets_are_groups(place):
@@ -148,7 +148,9 @@ def test_padding_is_not_multiplied(place):
         W, groups = experts(form, device=place), numbers_of([1, -1, ITEMS], place)
         (x, scale), bias = tokens(W, 3 * 64), torch.randn(ITEMS, 128, device=place)
         x.view(torch.uint8)[64:] = 0x7F  # NaN
-        out = bsr_grouped_linear(x, W, groups, bias, scale_x=scale, out=poisoned(192, 128, dtype=FP32, device=place))
+        out = bsr_grouped_linear(
+            x, W, expert_ids=groups, bias=bias, scale_x=scale, out=poisoned(192, 128, dtype=FP32, device=place)
+        )
         assert torch.equal(out[64:], bias[[0, ITEMS - 1]].repeat_interleave(64, 0)) and out.isfinite().all()
 
 
@@ -158,10 +160,10 @@ def test_items_without_blocks_and_no_tokens(place):
         W = BsrMatrix.stack([empty, empty])
         W = W.with_values(W.values, scales_of(per, W))
         x, scale = tokens(W, 128)
-        assert (bsr_grouped_linear(x, W, numbers_of([1, 0], place), scale_x=scale) == 0).all()
+        assert (bsr_grouped_linear(x, W, expert_ids=numbers_of([1, 0], place), scale_x=scale) == 0).all()
     W, nothing = experts(device=place), numbers_of([], place)
     x, scale = tokens(W, 0)
-    assert bsr_grouped_linear(x, W, nothing, scale_x=scale).shape == (0, 128)
+    assert bsr_grouped_linear(x, W, expert_ids=nothing, scale_x=scale).shape == (0, 128)
 
 
 def test_scales_of_items():
@@ -194,7 +196,7 @@ def test_runs_that_have_kernels(arch, block):
         for per, fast in (("block", False), ("tensor", False), ("tensor", True), (None, True)):
             W = experts(shape=(2 * block[0], 3 * block[1]), block=block, per=per)
             x, scale = tokens(W, 2 * run)
-            plan = explain(bsr_grouped_linear, x, W, groups, scale_x=scale, use_fast_accum=fast, arch=arch)
+            plan = explain(bsr_grouped_linear, x, W, expert_ids=groups, scale_x=scale, use_fast_accum=fast, arch=arch)
             facts, cfg = plan.facts, plan.facts.config
             assert facts.family == "bsr" and facts.path == ARCHS[arch].float8 and facts.use_fast_accum is fast
             assert run % (cfg.tile_n * cfg.cluster_n) == 0 and facts.block.run == run
@@ -204,14 +206,14 @@ def test_runs_that_have_kernels(arch, block):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_without_8_bit_products_there_is_the_kernel_of_few_tokens(arch):
     x, scale = tokens(experts(), 64 * 6)
-    plan = explain(bsr_grouped_linear, x, experts(), numbers_of(GROUPS), scale_x=scale, arch=arch)
+    plan = explain(bsr_grouped_linear, x, experts(), expert_ids=numbers_of(GROUPS), scale_x=scale, arch=arch)
     assert plan.facts.family == "skinny" and any(note.startswith("slow") for note in plan.notes)
 
 
 def call(W=None, x=None, *, count=64 * 6, **terms):
     W = experts() if W is None else W
     x = tokens(W, count)[0] if x is None else x
-    return bsr_grouped_linear(x, W, numbers_of(GROUPS), **terms)
+    return bsr_grouped_linear(x, W, expert_ids=numbers_of(GROUPS), **terms)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_calls_that_are_refused(refused, error, words):
 def test_views_have_no_kernel():
     W = experts().t()
     with pytest.raises(ValueError, match="transposed view.*W.transpose"):
-        explain(bsr_grouped_linear, tokens(W, 384)[0], W, numbers_of(GROUPS), arch="sm_90")
+        explain(bsr_grouped_linear, tokens(W, 384)[0], W, expert_ids=numbers_of(GROUPS), arch="sm_90")
 
 
 @pytest.mark.parametrize("name", ["values", "scales", "x", "scale", "bias"])
@@ -253,15 +255,17 @@ def test_no_gradient_is_dropped_in_silence(place, name):
     {"values": W.stored, "scales": W.stored_scales, "x": x, "scale": scale, "bias": bias}[name].requires_grad_()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not compute gradients"):
-            bsr_grouped_linear(x, W, numbers_of(GROUPS, place), bias, scale_x=scale)
+            bsr_grouped_linear(x, W, expert_ids=numbers_of(GROUPS, place), bias=bias, scale_x=scale)
         with torch.no_grad():
-            assert not bsr_grouped_linear(x, W, numbers_of(GROUPS, place), bias, scale_x=scale).requires_grad
+            assert not bsr_grouped_linear(
+                x, W, expert_ids=numbers_of(GROUPS, place), bias=bias, scale_x=scale
+            ).requires_grad
 
 
 def test_vmap():
     W, x, groups = experts(), numbers(2, 384, 320), numbers_of(GROUPS)
-    found = torch.func.vmap(lambda x: bsr_grouped_linear(x, W, groups))(x)
-    assert torch.equal(found, torch.stack([bsr_grouped_linear(item, W, groups) for item in x]))
+    found = torch.func.vmap(lambda x: bsr_grouped_linear(x, W, expert_ids=groups))(x)
+    assert torch.equal(found, torch.stack([bsr_grouped_linear(item, W, expert_ids=groups) for item in x]))
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def test_compiled(where, form):
     backend = "inductor" if where == "cuda" else "aot_eager"
 
     def step(x, scale, groups, out=None):
-        return bsr_grouped_linear(x, W, groups, bias, "silu", out=out, scale_x=scale) * 2.0
+        return bsr_grouped_linear(x, W, expert_ids=groups, bias=bias, activation="silu", out=out, scale_x=scale) * 2.0
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     assert torch.equal(compiled(x, scale, groups), step(x, scale, groups))
@@ -287,7 +291,7 @@ def test_compiled(where, form):
     one = W.with_values(W.values, W.scales.flatten()[:1].clone())
 
     def fast(x, ends):
-        return bsr_grouped_linear(x, one, offsets=ends, group_rows=64, use_fast_accum=True)
+        return bsr_grouped_linear(x, one, offs=ends, group_rows=64, use_fast_accum=True)
 
     assert torch.equal(torch.compile(fast, fullgraph=True, backend=backend)(x, ends), fast(x, ends))
     with pytest.raises(Exception, match="does not compute gradients"):
@@ -310,7 +314,7 @@ def test_opcheck(where, form):
         (ops.scaled_bsr.default, (*matrix, x, None, None, True), {}),
         (ops.scaled_bsr_out.default, (*matrix, x, out, W.scales), {}),
     ):
-        args, terms = ("bsr_grouped_linear", *args), {**terms, "groups": groups}
+        args, terms = ("bsr_grouped_linear", *args), {**terms, "expert_ids": groups}
         torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))
 
 
@@ -409,7 +413,7 @@ def test_large_products(form, dtype, per, block):
             terms = {"bias": bias, "activation": "gelu"}
             out, again = (poisoned(len(x), W.shape[1], device="cuda") for _ in range(2))
             check(x, W, groups, scale, fast=fast, out=out, **terms)
-            bsr_grouped_linear(x, W, groups, out=again, scale_x=scale, use_fast_accum=fast, **terms)
+            bsr_grouped_linear(x, W, expert_ids=groups, out=again, scale_x=scale, use_fast_accum=fast, **terms)
             assert torch.equal(out, again)
 
 
@@ -430,4 +434,4 @@ def test_routing_and_scales_change_in_a_graph():
         W.scales.uniform_(0.5, 2.0)
         out.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, bsr_grouped_linear(x, W, scale_x=scale, offsets=ends.clone(), group_rows=128))
+        assert torch.equal(out, bsr_grouped_linear(x, W, scale_x=scale, offs=ends.clone(), group_rows=128))

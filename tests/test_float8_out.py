@@ -109,7 +109,7 @@ def test_block_sparse_products(place, op, per, tokens):
         bias = torch.randn(256, device=place)
         exact = torch.relu(exact + bias.double())
         out = unwritten(tokens, 256, device=place)
-        check(lambda **t: bsr_linear(x, W, bias, "relu", **t), exact, out=out, scale=3.0, slack=slack)
+        check(lambda **t: bsr_linear(x, W, bias=bias, activation="relu", **t), exact, out=out, scale=3.0, slack=slack)
     else:
         out = unwritten(256, tokens, dtype=E5M2, device=place)
         check(lambda **t: bsr_matmul(W, x.t(), **t), exact.T, out=out, scale=3.0, slack=slack)
@@ -220,7 +220,7 @@ def test_other_ops_have_no_such_outputs():
         bsr_gated_linear(x, W, out=unwritten(64, 64))
     many = BsrMatrix.stack([W, W])
     with pytest.raises(TypeError, match="output of torch.float8_e4m3fn"):
-        bsr_grouped_linear(x, many, torch.zeros(1, dtype=torch.int32), out=unwritten(64, 128))
+        bsr_grouped_linear(x, many, expert_ids=torch.zeros(1, dtype=torch.int32), out=unwritten(64, 128))
     with pytest.raises(RuntimeError, match="does not compute gradients"):
         torch.func.grad(lambda x: bsr_linear(x, W, out_dtype=FP32).sum())(x)
     with pytest.raises(RuntimeError, match="does not compute gradients"):

@@ -122,13 +122,15 @@ def test_block_sparse_products(place, block):
     W = random_bsr((256, 256), block, density=0.5, dtype=FP16).to(place)
     dense, x, bias = W.to_dense(), numbers(80, 256, device=place), torch.randn(256, device=place)
     bound = 2.0 * allowed(x, dense.t())
-    ours = bsr_linear(x, W, bias, out=poisoned(80, 256, dtype=FP32, device=place), **HALF)
+    ours = bsr_linear(x, W, bias=bias, out=poisoned(80, 256, dtype=FP32, device=place), **HALF)
     assert_within(ours, x.double() @ dense.double().t() + bias.double(), bound)
     ours = bsr_matmul(W, x.t(), out=poisoned(256, 80, dtype=FP16, device=place), **HALF)
     assert_within(ours, dense.double() @ x.t().double(), bound.t())
     experts = BsrMatrix.stack([W, W])
     tokens, groups = numbers(128, 256, device=place), torch.tensor([1, 0], dtype=torch.int32, device=place)
-    ours = bsr_grouped_linear(tokens, experts, groups, out=poisoned(128, 256, dtype=FP32, device=place), **HALF)
+    ours = bsr_grouped_linear(
+        tokens, experts, expert_ids=groups, out=poisoned(128, 256, dtype=FP32, device=place), **HALF
+    )
     assert_within(ours, tokens.double() @ dense.double().t(), 2.0 * allowed(tokens, dense.t()))
 
 
@@ -252,7 +254,7 @@ def test_gradients_are_products_with_fp32_sums(place, activation):
         gemm(x, y, bias=bias.requires_grad_(), **terms).backward(dy)
         gradients = [x.grad, y.grad, bias.grad]
         x.grad = None
-        bsr_linear(x, V, bias.detach(), **terms).backward(dy)
+        bsr_linear(x, V, bias=bias.detach(), **terms).backward(dy)
         found.append([*gradients, x.grad, V.values.grad])
     for ours, wide in zip(*found, strict=True):
         assert torch.equal(ours, wide)

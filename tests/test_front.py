@@ -59,9 +59,9 @@ def ops(place) -> dict:
                        lambda x: functional.gelu(x @ W.to_dense().T)),
         "bsr_matmul": (lambda x: bsr_matmul(W, x.mT), x, lambda x: W.to_dense() @ x.mT),
         "bsr_gated_linear": (lambda x: bsr_gated_linear(x, W128), x, None),
-        "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, groups), x, None),
+        "bsr_grouped_linear": (lambda x: bsr_grouped_linear(x, experts, expert_ids=groups), x, None),
         "bsr_grouped_linear, offsets": (
-            lambda x: bsr_grouped_linear(x, experts, offsets=torch.tensor([37, 90], device=place)), x, None,
+            lambda x: bsr_grouped_linear(x, experts, offs=torch.tensor([37, 90], device=place)), x, None,
         ),
         "attention": (lambda q: attention(q, q, q, causal=True), q, lambda q: sdpa(q, q, q, is_causal=True)),
         "attention, score_mod": (lambda q: attention(q, q, q, score_mod=steeper), q, None),
@@ -362,7 +362,7 @@ def test_nested_terms_after_plain_ones(name):
     call, plain = {
         "bias": (lambda t: gemm(a, a, bias=t), normal(64)),
         "residual": (lambda t: gemm(a, a, residual=t), normal(64, 64)),
-        "of bsr_linear": (lambda t: bsr_linear(a, W, t), normal(64)),
+        "of bsr_linear": (lambda t: bsr_linear(a, W, bias=t), normal(64)),
         "sinks": (lambda t: attention(q, q, q, sinks=t), normal(2)),
     }[name]
     call(plain)

@@ -88,7 +88,7 @@ def test_ops(place, view, activation):
     def loss(values, b, bias, residual):
         A = W.with_values(values)
         function = (lambda z: z * torch.sigmoid(z)) if activation == "relu" else None
-        y = bsr_matmul(A.t() if view else A, b, bias, activation, residual, epilogue=function)
+        y = bsr_matmul(A.t() if view else A, b, bias=bias, activation=activation, residual=residual, epilogue=function)
         return y.float().square().sum()
 
     given = W.values, b, bias, residual
@@ -104,7 +104,7 @@ def test_experts(place):
     groups = torch.tensor([0, 1, 1], dtype=torch.int32, device=place)
 
     def loss(values):
-        return bsr_grouped_linear(x, W.with_values(values), groups, activation="silu").float().square().sum()
+        return bsr_grouped_linear(x, W.with_values(values), expert_ids=groups, activation="silu").float().square().sum()
 
     leaf = W.values.clone().requires_grad_()
     loss(leaf).backward()

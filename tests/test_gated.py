@@ -40,10 +40,10 @@ def test_against_fp64(device, block, activation):
     fused = block[0] % 128 == 0 and "not fused" not in str(explain(bsr_gated_linear, normal(8, 512, device=device), W))
     for shape in ((300, 512), (2, 70, 512), (512,), (1, 512), (0, 512)):
         x = normal(*shape, device=device)
-        found = bsr_gated_linear(x, W, activation)
+        found = bsr_gated_linear(x, W, activation=activation)
         near(found, truth(x, W, activation), fused)
         out = torch.full_like(found, float("nan"))
-        assert bsr_gated_linear(x, W, activation, out) is out and torch.equal(out, found)
+        assert bsr_gated_linear(x, W, activation=activation, out=out) is out and torch.equal(out, found)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
@@ -102,9 +102,9 @@ def test_interleaved():
 def test_bad_inputs():
     x = normal(4, 512)
     with pytest.raises(ValueError, match="unknown activation 'swish'"):
-        bsr_gated_linear(x, made((128, 128), "cpu"), "swish")
+        bsr_gated_linear(x, made((128, 128), "cpu"), activation="swish")
     with pytest.raises(ValueError, match="unknown activation 'swish'"):
-        bsr_gated_linear(x.clone().requires_grad_(), made((128, 128), "cpu"), "swish")
+        bsr_gated_linear(x.clone().requires_grad_(), made((128, 128), "cpu"), activation="swish")
     odd = random_bsr((64, 512), (64, 64), density=0.5)
     for argument in (x, x.clone().requires_grad_()):
         with pytest.raises(ValueError, match="W has 64 rows"):

@@ -63,7 +63,7 @@ def test_bsr(device, op, block, grid, view):
     x = leaf(normal(40, K, device=device) if op == "linear" else normal(K, 40, device=device))
     bias = leaf(normal(M, device=device)) if op == "linear" else None
     A, right = (A.t(), dense.t()) if view else (A, dense)
-    y = bsr_linear(x, A, bias, "gelu") if op == "linear" else bsr_matmul(A, x)
+    y = bsr_linear(x, A, bias=bias, activation="gelu") if op == "linear" else bsr_matmul(A, x)
     dy = normal(*y.shape, device=device)
     y.backward(dy)
     x64 = leaf(x.double())
@@ -97,7 +97,7 @@ def test_batches(device, form, shared, tokens):
     dense = leaf(W.to_dense().detach().double())
     x = leaf(normal(tokens, shape[1], device=device) if shared else normal(items, tokens, shape[1], device=device))
     bias = leaf(normal(items, shape[0], device=device))
-    y = bsr_linear(x, W, bias)
+    y = bsr_linear(x, W, bias=bias)
     dy = normal(*y.shape, device=device)
     y.backward(dy)
     x64, bias64 = leaf(x.double()), leaf(bias.double())
@@ -143,11 +143,11 @@ def test_sddmm(device, path, block):
         with cute_kernels.path(path):
             for dtype, slack in ((torch.bfloat16, 0.2), (torch.float32, 0.001)):
                 out = torch.full(exact.shape, float("nan"), dtype=dtype, device=device)
-                assert sddmm(a, b, W, out) is out
+                assert sddmm(a, b, W, out=out) is out
                 if W.nnz:
                     near(out, exact, slack)
                     before = out.double()
-                    sddmm(a, b, W, out, accumulate=True)
+                    sddmm(a, b, W, out=out, accumulate=True)
                     near(out, exact + before, slack)
 
 
@@ -176,7 +176,7 @@ def test_outputs_without_a_gradient(device, activation):
     """As for torch's functions, no input gets one either."""
     a, b, bias = (leaf(normal(*shape, device=device)) for shape in ((8, 64), (64, 64), (64,)))
     W = random_bsr((64, 64), (32, 32), density=1.0).to(device).requires_grad_()
-    for y in (gemm(a, b, bias=bias, activation=activation), bsr_linear(a, W, bias, activation)):
+    for y in (gemm(a, b, bias=bias, activation=activation), bsr_linear(a, W, bias=bias, activation=activation)):
         NoGradient.apply(y).sum().backward()
         assert all(t.grad is None for t in (a, b, bias, W.values))
 
@@ -184,7 +184,7 @@ def test_outputs_without_a_gradient(device, activation):
 def test_gradient_of_an_fp32_bias_of_fp64_operands():
     x, W = normal(64, 64, device="cpu").double(), random_bsr((64, 64), (32, 32), density=1.0, dtype=torch.float64)
     dy = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e3
-    for y in (lambda bias: gemm(x, x, bias=bias), lambda bias: bsr_linear(x, W, bias)):
+    for y in (lambda bias: gemm(x, x, bias=bias), lambda bias: bsr_linear(x, W, bias=bias)):
         bias = torch.zeros(64, requires_grad=True)
         y(bias).backward(dy)
         assert torch.equal(bias.grad, dy.sum(0).float())
@@ -198,7 +198,9 @@ def test_a_torch_tensor_as_weight(device):
         normal(64, device=device),
     )
     x, bias, torch_W = leaf(x), leaf(bias), W.to_torch()
-    found, wanted = (torch.autograd.grad(bsr_linear(x, V, bias, "gelu").sum(), (x, bias)) for V in (torch_W, W))
+    found, wanted = (
+        torch.autograd.grad(bsr_linear(x, V, bias=bias, activation="gelu").sum(), (x, bias)) for V in (torch_W, W)
+    )
     assert all(map(torch.equal, found, wanted))
     with pytest.raises(RuntimeError, match="does not compute gradients"):
         bsr_linear(x, torch_W.requires_grad_())
@@ -224,7 +226,11 @@ def test_under_torch_compile(device, activation, view):
 
     def step(x, values, bias):
         A = W.with_values(values)
-        return gemm(bsr_linear(x, A.t() if view else A, bias, activation), x, epilogue=lambda z: z * torch.sigmoid(z))
+        return gemm(
+            bsr_linear(x, A.t() if view else A, bias=bias, activation=activation),
+            x,
+            epilogue=lambda z: z * torch.sigmoid(z),
+        )
 
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -260,7 +266,7 @@ def test_experts(device, form):
     W = W.with_values(values)
     dense = leaf(W.to_dense().detach().double())
     x, bias = leaf(normal(len(groups) * run, 96, device=device)), leaf(normal(experts, 128, device=device))
-    y = bsr_grouped_linear(x, W, groups, bias, "silu")
+    y = bsr_grouped_linear(x, W, expert_ids=groups, bias=bias, activation="silu")
     dy = normal(*y.shape, device=device)
     y.backward(dy)
     x64, bias64 = leaf(x.double()), leaf(bias.double())
@@ -303,7 +309,7 @@ def products(device) -> dict:
         def run(values, x, bias):
             A = W.with_values(values)
             A = A.t() if view else A
-            return op(A, x, bias, **terms) if op is bsr_matmul else op(x, A, bias=bias, **terms)
+            return op(A, x, bias=bias, **terms) if op is bsr_matmul else op(x, A, bias=bias, **terms)
 
         return run
 
@@ -332,7 +338,9 @@ def products(device) -> dict:
         "items, shared x": (of(bsr_matmul, items), (items.values, x(128, 64), x(64))),
         "patterns": (of(bsr_matmul, patterns), (patterns.values, x(3, 128, 40), x(40))),
         "experts": (
-            lambda values, x, bias: bsr_grouped_linear(x, items.with_values(values), groups, bias, "gelu"),
+            lambda values, x, bias: bsr_grouped_linear(
+                x, items.with_values(values), expert_ids=groups, bias=bias, activation="gelu"
+            ),
             (items.values, x(192, 128), x(3, 96)),
         ),
     }  # fmt: skip

@@ -57,7 +57,7 @@ def test_any_offsets(device, path, form, ends, group_rows):
     x, bias = normal(T, W.shape[-1], device=device), normal(E, W.shape[1], device=device)
     exact = truth(x, W.to_dense(), ends, bias)
     for dtype in (torch.int32, torch.int64):
-        more = {"offsets": offsets_of(ends, device, dtype), "group_rows": group_rows}
+        more = {"offs": offsets_of(ends, device, dtype), "group_rows": group_rows}
         near(bsr_grouped_linear(x, W, bias=bias, activation="relu", **more), exact.relu())
         out = poisoned(T, W.shape[1], dtype=torch.float32, device=device)
         assert bsr_grouped_linear(x, W, bias=bias, out=out, **more) is out
@@ -69,7 +69,7 @@ def test_no_tokens_at_all(place, form):
     W, _ = batch(form, device=place)
     x, bias = normal(0, W.shape[-1], device=place), normal(E, W.shape[1], device=place)
     offsets, groups = offsets_of([0] * E, place), offsets_of([], place)
-    for routing in ({"offsets": offsets}, {"groups": groups}):
+    for routing in ({"offs": offsets}, {"expert_ids": groups}):
         y, dx, *others = gradients_of(
             lambda x, W, bias, routing=routing: bsr_grouped_linear(x, W, bias=bias, activation="silu", **routing),
             *(W, x, bias, normal(0, W.shape[1], device=place)),
@@ -80,7 +80,7 @@ def test_no_tokens_at_all(place, form):
 def test_explain(device):
     W, _ = batch("values", device=device)
     x = normal(T, W.shape[-1], device=device)
-    plan = explain(bsr_grouped_linear, x, W, offsets=offsets_of(ENDS["tail"], device), group_rows=64)
+    plan = explain(bsr_grouped_linear, x, W, offs=offsets_of(ENDS["tail"], device), group_rows=64)
     assert plan.out_shape == (T, W.shape[1]) and plan.facts.block.run == 64
     assert any("padded layout of 576 rows" in note for note in plan.notes)
 
@@ -122,7 +122,7 @@ def test_gradients(place, form, ends):
     offsets, dy = offsets_of(ends, place), normal(T, W.shape[1], device=place)
 
     def f(x, W, bias):
-        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offsets=offsets)
+        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offs=offsets)
 
     exact = exact_gradients(W, x.nan_to_num(), bias, dy, ends)
     compare(W, gradients_of(f, W, x, bias, dy), exact)
@@ -145,7 +145,7 @@ def test_an_infinite_slope_at_padding(place, compiled, rows):
     bias = torch.zeros(W.shape[1] if rows == "of all" else W.shape[:2], dtype=x.dtype, device=place)
 
     def f(x, values, bias):
-        return bsr_grouped_linear(x, W.with_values(values), bias=bias, epilogue=torch.sqrt, offsets=offsets)
+        return bsr_grouped_linear(x, W.with_values(values), bias=bias, epilogue=torch.sqrt, offs=offsets)
 
     inputs = leaves(W, x, bias)
     run = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
@@ -170,7 +170,7 @@ def test_on_the_meta_device():
         torch.empty(T, W.shape[-1], device="meta", dtype=W.dtype),
         torch.empty(E, dtype=torch.int32, device="meta"),
     )
-    y = bsr_grouped_linear(x, W.to("meta"), offsets=offsets)
+    y = bsr_grouped_linear(x, W.to("meta"), offs=offsets)
     assert y.is_meta and y.shape == (T, W.shape[1])
 
 
@@ -178,7 +178,7 @@ def test_vmap(place):
     """Several inputs with one routing, as torch.func's vmap passes them."""
     W, _ = batch("values", device=place)
     x, offsets = normal(2, T, W.shape[-1], device=place), offsets_of(ENDS["tail"], place)
-    y = vmap(lambda x: bsr_grouped_linear(x, W, offsets=offsets))(x)
+    y = vmap(lambda x: bsr_grouped_linear(x, W, offs=offsets))(x)
     for one, exact in zip(y, x, strict=True):
         near(one, truth(exact, W.to_dense(), ENDS["tail"]))
 
@@ -193,7 +193,7 @@ def test_compiled(device, backend, form):
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
 
     def f(x, W, bias, offsets):
-        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offsets=offsets)
+        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offs=offsets)
 
     compiled = torch.compile(f, fullgraph=True, backend=graphs, dynamic=True)
     for ends, tokens in ((ENDS["tail"], T), ([5, 5, 90, 301], 301), ([8, 9, 10, 11], 11)):
@@ -210,7 +210,7 @@ def test_compiled_with_out(device, backend):
     W, _ = batch("values", device=device)
     x, offsets = normal(T, W.shape[-1], device=device), offsets_of(ENDS["tail"], device)
     compiled = torch.compile(
-        lambda x, out, offsets: bsr_grouped_linear(x, W, out=out, offsets=offsets), fullgraph=True, backend=backend
+        lambda x, out, offsets: bsr_grouped_linear(x, W, out=out, offs=offsets), fullgraph=True, backend=backend
     )
     out = poisoned(T, W.shape[1], device=device)
     compiled(x, out, offsets)
@@ -228,15 +228,15 @@ def test_float8(device, form):
     for ends in ENDS.values():
         exact, offsets = truth(x, W8.float().to_dense(), ends), offsets_of(ends, device)
         for given in (scale, scale[:, 0]):
-            near(bsr_grouped_linear(x8, W8, offsets=offsets, scale_x=given), exact)
+            near(bsr_grouped_linear(x8, W8, offs=offsets, scale_x=given), exact)
         near(
-            bsr_grouped_linear(x8, W8, offsets=offsets, scale_x=scale[:1, 0]),
+            bsr_grouped_linear(x8, W8, offs=offsets, scale_x=scale[:1, 0]),
             truth(x8.float() * scale[0], W8.float().to_dense(), ends),
         )
     with pytest.raises(ValueError, match="scale_x must have one element, or be"):
-        bsr_grouped_linear(x8, W8, offsets=offsets, scale_x=scale[:5])
+        bsr_grouped_linear(x8, W8, offs=offsets, scale_x=scale[:5])
     with pytest.raises(RuntimeError, match="float8 does not compute gradients"):
-        bsr_grouped_linear(x8.requires_grad_(), W8, offsets=offsets)
+        bsr_grouped_linear(x8.requires_grad_(), W8, offs=offsets)
 
 
 def test_2_4(device):
@@ -244,7 +244,7 @@ def test_2_4(device):
     W = BsrMatrix.stack(items).prune_2_4()
     x = normal(T, 128, device=device)
     for ends in ENDS.values():
-        near(bsr_grouped_linear(x, W, offsets=offsets_of(ends, device)), truth(x, W.to_dense(), ends))
+        near(bsr_grouped_linear(x, W, offs=offsets_of(ends, device)), truth(x, W.to_dense(), ends))
 
 
 @pytest.mark.parametrize("total", [0, 1, 63, 64, 65, 1000])
@@ -274,7 +274,7 @@ def test_in_a_cuda_graph():
     offsets, dy = offsets_of(ENDS["tail"], "cuda"), normal(T, W.shape[1], device="cuda")
 
     def f(x, W, bias):
-        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offsets=offsets)
+        return bsr_grouped_linear(x, W, bias=bias, activation="silu", offs=offsets)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -299,12 +299,12 @@ def test_nested_tensors():
     W, _ = batch("values")
     x = torch.nested.nested_tensor([normal(3, W.shape[-1]), normal(5, W.shape[-1])], layout=torch.jagged)
     with pytest.raises(TypeError, match=r"got a nested tensor; pass its packed rows, x.values\(\)"):
-        bsr_grouped_linear(x, W, offsets=offsets_of(ENDS["tail"], "cpu"))
+        bsr_grouped_linear(x, W, offs=offsets_of(ENDS["tail"], "cpu"))
 
 
 def test_no_wrong_number_from_a_wrong_multiple(place):
     """The reported case: offsets that are no multiples of group_rows multiplied tokens by another expert's weight."""
     items = [random_bsr((64, 64), (32, 32), density=1.0, device=place, dtype=torch.bfloat16) for _ in range(E)]
     W, x = BsrMatrix.stack(items), normal(256, 64, device=place)
-    y = bsr_grouped_linear(x, W, offsets=offsets_of([70, 128, 192, 256], place), group_rows=64)
+    y = bsr_grouped_linear(x, W, offs=offsets_of([70, 128, 192, 256], place), group_rows=64)
     near(y, truth(x, W.to_dense(), [70, 128, 192, 256]))

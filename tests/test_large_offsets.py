@@ -84,8 +84,8 @@ def test_sampled_blocks(monkeypatch, device, path, accumulate):
     out, right = empty(W.values.shape, device), torch.ones_like(small.values)
     out[-LAST:] = 1
     with kernels(device, path):
-        sddmm(a, b, W, out, accumulate=accumulate)
-        sddmm(a, b, small, right, accumulate=accumulate)
+        sddmm(a, b, W, out=out, accumulate=accumulate)
+        sddmm(a, b, small, out=right, accumulate=accumulate)
     assert torch.equal(out[-LAST:], right)
 
 

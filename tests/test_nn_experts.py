@@ -65,7 +65,7 @@ def test_grouped_linear(place, one_pattern, given):
     experts = groups.repeat_interleave(64)
     dense = layer.weight.to_dense().double()[experts]  # (T, M, K)
     z = torch.einsum("tmk,tk->tm", dense, x.double()) + layer.bias.double()[experts]
-    for y in (layer(x, offsets), layer(x, offsets, 64), layer(x, groups=groups)):
+    for y in (layer(x, offsets), layer(x, offsets, group_rows=64), layer(x, expert_ids=groups)):
         near(y, nn.functional.silu(z))
     other = copy.deepcopy(layer)
     assert torch.equal(other(x, offsets), layer(x, offsets))

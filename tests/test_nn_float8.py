@@ -58,7 +58,7 @@ def off(found, wanted) -> float:
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 1024), (256,), (0, 128), (3, 4096 * 8)], ids=str)
 def test_gates(where, activation, shape):
     z = torch.randn(shape, device=where).to(BF16)
-    values, scale = quantize_gated(z, activation)
+    values, scale = quantize_gated(z, activation=activation)
     h = gate(z.double(), activation)
     assert values.shape == h.shape and scale.shape == (*shape[:-1], 1) and values.dtype == E4M3
     if h.numel():
@@ -73,9 +73,9 @@ def test_gates(where, activation, shape):
 def test_gates_on_the_emulator(dtype):
     for shape, activation in (((5, 1152), "silu"), ((2, 2 * 40000 // 128 * 128), "gelu"), ((3, 2, 256), None)):
         z = torch.randn(shape).to(dtype)
-        wanted = quantize_gated(z, activation)
+        wanted = quantize_gated(z, activation=activation)
         with on_emulator("sm_90", sms=2):
-            found = quantize_gated(z, activation)
+            found = quantize_gated(z, activation=activation)
         assert ((found[1] - wanted[1]).abs() <= 2**-7 * wanted[1]).all()
         differs = found[0].view(torch.uint8) != wanted[0].view(torch.uint8)
         assert differs.float().mean() < 0.02
@@ -83,18 +83,18 @@ def test_gates_on_the_emulator(dtype):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("z", "terms", "error", "words"),
     [
-        (([1.0],), TypeError, "z must be a torch.Tensor"),
-        ((torch.ones(2, 128).to(E4M3),), TypeError, "it must be torch.bfloat16"),
-        ((torch.ones(2, 128), "tanh"), ValueError, "activation 'tanh'; use None or one of"),
-        ((torch.ones(2, 128), "silu", BF16), TypeError, "known are torch.float8_e4m3fn"),
-        ((torch.ones(2, 192),), ValueError, "multiple of 128"),
+        ([1.0], {}, TypeError, "z must be a torch.Tensor"),
+        (torch.ones(2, 128).to(E4M3), {}, TypeError, "it must be torch.bfloat16"),
+        (torch.ones(2, 128), {"activation": "tanh"}, ValueError, "activation 'tanh'; use None or one of"),
+        (torch.ones(2, 128), {"dtype": BF16}, TypeError, "known are torch.float8_e4m3fn"),
+        (torch.ones(2, 192), {}, ValueError, "multiple of 128"),
     ],
 )
-def test_gates_refused(arguments, error, words):
+def test_gates_refused(z, terms, error, words):
     with pytest.raises(error, match=words):
-        quantize_gated(*arguments)
+        quantize_gated(z, **terms)
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def apart(layer: Float8SwiGLU, x) -> torch.Tensor:
         if gates and part is layer.gate_up:
             x = bsr_gated_linear(values, part.weight, **terms)
         else:
-            x = bsr_linear(values, part.weight, part.bias, **terms)
+            x = bsr_linear(values, part.weight, bias=part.bias, **terms)
         torch.cuda.synchronize()
     return x
 

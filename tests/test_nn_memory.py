@@ -114,7 +114,7 @@ def test_experts(place, one_pattern):
     layer = BsrGroupedLinear(3, 128, 128, False, (32, 32), one_pattern=one_pattern, density=NNZ / 16, device=place)
     x, offsets = torch.randn(192, 128, device=place), torch.tensor([64, 128, 192], dtype=torch.int32, device=place)
     with torch.autocast(place, BF16):
-        loss = layer(x, offsets, 64).float().square().mean()
+        loss = layer(x, offsets, group_rows=64).float().square().mean()
     loss.backward()
     assert copies(shape) == 0
 

@@ -92,7 +92,7 @@ def test_of_a_matrix():
     V = random_bsr((192, 256), (64, 64), density=0.5, index_dtype=torch.int64).prune_2_4()
     bias, x = torch.randn(192), tokens(8, 256)
     made = Bsr24Linear.from_bsr(V, bias, activation="relu")
-    assert torch.equal(made(x), bsr_linear(x, V, bias.to(BF16), "relu")) and not made.training
+    assert torch.equal(made(x), bsr_linear(x, V, bias=bias.to(BF16), activation="relu")) and not made.training
     assert made.values.data_ptr() != V.values.data_ptr() and made.crow_indices.dtype == torch.int32
     back = BsrLinear.from_bsr(made.weight.to_bsr(), made.bias, activation=made.activation)
     with torch.no_grad():

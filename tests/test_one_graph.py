@@ -55,7 +55,7 @@ def grouped(device):
     W = BsrMatrix.stack([weights(device) for _ in range(4)])
     W.check_indices()
     bias, offsets = normal(4, K, device=device).requires_grad_(), torch.tensor([3, 3, 9, 20], device=device)
-    return lambda x: bsr_grouped_linear(x, W, bias=bias, offsets=offsets)
+    return lambda x: bsr_grouped_linear(x, W, bias=bias, offs=offsets)
 
 
 def under_autocast(device):

@@ -104,7 +104,7 @@ def calls(device: str) -> dict:
         "bsr_linear": (lambda **c: matrix(bsr_linear, **c), stored | {"x": residual, "bias": bias}, (128, 128)),
         "bsr_gated_linear": (lambda **c: matrix(bsr_gated_linear, **c), stored | {"x": residual}, (128, 64)),
         "bsr_grouped_linear": (
-            grouped, {"values": items.values, "x": residual, "groups": groups, "bias": normal(2, 128, **f).float()},
+            grouped, {"values": items.values, "x": residual, "expert_ids": groups, "bias": normal(2, 128, **f).float()},
             (128, 128),
         ),
         "sddmm": (sampled, {"crow": W.crow_indices, "col": W.col_indices} | dense, (4, *wide)),

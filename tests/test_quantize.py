@@ -72,9 +72,9 @@ def by_kernel(where: str, call, x):
 
 def check(where: str, x, dtype, per, *, view=lambda x: x, served=True):
     """view: of x where it is quantised, since a copy to a GPU closes gaps in memory."""
-    (values, scale), used = by_kernel(where, lambda t: quantize(view(t), dtype, per), x)
+    (values, scale), used = by_kernel(where, lambda t: quantize(view(t), dtype=dtype, per=per), x)
     x = view(x)
-    wanted = quantize(x, dtype, per)
+    wanted = quantize(x, dtype=dtype, per=per)
     assert used == served
     assert values.dtype == dtype and values.shape == x.shape
     assert not served or values.is_contiguous() == x.is_contiguous()
@@ -112,8 +112,8 @@ def test_scales_at_the_ends_of_fp32(where):
 def test_infinities_and_nan(where):
     x = torch.randn(4, 256)
     x[1, 5], x[2, 6], x[3, 7] = math.inf, math.nan, -math.inf
-    wanted = quantize(x, E4M3, "row")
-    (values, scale), used = by_kernel(where, lambda t: quantize(t, E4M3, "row"), x)
+    wanted = quantize(x, dtype=E4M3, per="row")
+    (values, scale), used = by_kernel(where, lambda t: quantize(t, dtype=E4M3, per="row"), x)
     assert used and torch.equal(scale.cpu().nan_to_num(7.0), wanted[1].nan_to_num(7.0))
     assert torch.equal(values.cpu().to(FP32).nan_to_num(7.0), wanted[0].to(FP32).nan_to_num(7.0))
     assert quantize(x.cuda() if where == "cuda" else x)[1].isnan().all()

@@ -44,8 +44,8 @@ def test_compiled(device, backend):
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
     step = torch.compile(lambda a, b: sddmm(a, b, W) * 2.0, fullgraph=True, backend=graphs, dynamic=True)
     wide = torch.compile(lambda a, b: sddmm(a, b, W, out_dtype=FP32), fullgraph=True, backend=backend)
-    into = torch.compile(lambda a, b, out: sddmm(a, b, W, out), fullgraph=True, backend=backend)
-    added = torch.compile(lambda a, b, out: sddmm(a, b, W, out, accumulate=True), fullgraph=True, backend=backend)
+    into = torch.compile(lambda a, b, out: sddmm(a, b, W, out=out), fullgraph=True, backend=backend)
+    added = torch.compile(lambda a, b, out: sddmm(a, b, W, out=out, accumulate=True), fullgraph=True, backend=backend)
     for K in (40, 64, 136):
         a, b = operands(W, K, device)
         right = sddmm(a, b, W, out_dtype=FP32)
@@ -66,8 +66,10 @@ def test_compiled_batches(device, backend):
         W.check_indices()
         groups = torch.tensor([2, 0, 0, 3], dtype=torch.int32, device=device)
         a, b = operands(W, 256, device)
-        step = torch.compile(lambda a, b, groups, W=W: sddmm(a, b, W, groups=groups), fullgraph=True, backend=backend)
-        assert torch.equal(step(a, b, groups), sddmm(a, b, W, groups=groups))
+        step = torch.compile(
+            lambda a, b, groups, W=W: sddmm(a, b, W, expert_ids=groups), fullgraph=True, backend=backend
+        )
+        assert torch.equal(step(a, b, groups), sddmm(a, b, W, expert_ids=groups))
 
 
 @ON
@@ -114,7 +116,7 @@ def test_what_is_refused():
     for call, error, message in (
         (lambda a: sddmm(a, b, W, accumulate=True), ValueError, "accumulate=True adds to out; pass out="),
         (lambda a: sddmm(b.t(), a.t(), W.t()), ValueError, "pattern is a transposed view; pass its base"),
-        (lambda a: sddmm(a, b, W, groups=groups), ValueError, "a batch needs groups"),
+        (lambda a: sddmm(a, b, W, expert_ids=groups), ValueError, "a batch needs expert_ids"),
         (lambda a: sddmm(a, b[:, :8], W), ValueError, r"they must be \(128, K\) and \(K, 320\)"),
         (lambda a: sddmm(a.clone().requires_grad_(), b, W), RuntimeError, "sddmm does not compute gradients"),
     ):

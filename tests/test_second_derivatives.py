@@ -87,27 +87,27 @@ def products(tensor: Callable, place: str, epilogue: str) -> dict[str, tuple]:
             {"a": tensor(24, 32), "b": tensor(32, 16) / 6, "bias": tensor(16), "residual": tensor(24, 16)},
         ),
         "bsr_matmul": (
-            lambda values, b, bias, residual: bsr_matmul(matrix(values), b, bias, residual=residual, **terms),
+            lambda values, b, bias, residual: bsr_matmul(matrix(values), b, bias=bias, residual=residual, **terms),
             lambda values, b, bias, residual: f(dense(values, 2) @ b + bias + residual),
             {"values": values, "b": tensor(96, 24), "bias": tensor(64, 1), "residual": tensor(64, 24)},
         ),
         "bsr_linear": (
-            lambda x, values, bias: bsr_linear(x, matrix(values), bias, **terms),
+            lambda x, values, bias: bsr_linear(x, matrix(values), bias=bias, **terms),
             lambda x, values, bias: f(x @ dense(values, 2).mT + bias),
             sparse | {"bias": bias},
         ),
         "bsr_linear of a batch": (
-            lambda x, values, bias: bsr_linear(x, experts(values), bias, **terms),
+            lambda x, values, bias: bsr_linear(x, experts(values), bias=bias, **terms),
             lambda x, values, bias: f(x @ dense(values, 2).mT + bias[:, None]),
             {"x": tensor(2, 40, 96), "values": of_experts, "bias": biases},
         ),
         "bsr_grouped_linear": (
-            lambda x, values, bias: bsr_grouped_linear(x, experts(values), groups, bias, **terms),
+            lambda x, values, bias: bsr_grouped_linear(x, experts(values), expert_ids=groups, bias=bias, **terms),
             lambda x, values, bias: by_experts(x, values, bias, torch.tensor([1] * 64 + [0] * 64)),
             {"x": x, "values": of_experts, "bias": biases},
         ),
         "bsr_grouped_linear, offsets": (
-            lambda x, values, bias: bsr_grouped_linear(x, experts(values), None, bias, offsets=ends, **terms),
+            lambda x, values, bias: bsr_grouped_linear(x, experts(values), bias=bias, offs=ends, **terms),
             lambda x, values, bias: by_experts(x, values, bias, items),
             {"x": x[:90], "values": of_experts, "bias": biases},
         ),
@@ -123,7 +123,7 @@ def products(tensor: Callable, place: str, epilogue: str) -> dict[str, tuple]:
 
     narrow = {"x": tensor(40, 64), "values": tensor(4, 128, 32) / 8}
     found["bsr_gated_linear"] = (
-        lambda x, values: bsr_gated_linear(x, gated(values), activation),
+        lambda x, values: bsr_gated_linear(x, gated(values), activation=activation),
         lambda x, values: gate_of(x @ dense(values, 2).mT),
         narrow,
     )

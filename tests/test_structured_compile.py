@@ -85,8 +85,10 @@ def test_block_sparse_products(where):
     V, x, bias = sparse(where=where), normal(24, 384, device=where), torch.randn(256, device=where)
 
     def call(x, bias, out=None):
-        y = bsr_linear(x, V, bias, "gelu", out=out) * 2.0
-        z = bsr_matmul(V, x.t(), bias[:, None], residual=y.t().to(x.dtype).contiguous(), epilogue=lambda t: t * 0.5)
+        y = bsr_linear(x, V, bias=bias, activation="gelu", out=out) * 2.0
+        z = bsr_matmul(
+            V, x.t(), bias=bias[:, None], residual=y.t().to(x.dtype).contiguous(), epilogue=lambda t: t * 0.5
+        )
         return y, z, bsr_gated_linear(x, V), torch.nn.functional.linear(x, V), torch.matmul(V, x.t())
 
     def both(*given, **more):
@@ -97,7 +99,7 @@ def test_block_sparse_products(where):
     both(normal(2, 3, 384, device=where)[0], bias)
     out = poisoned(24, 256, dtype=FP32, device=where)
     both(x, bias, out=out)
-    assert torch.equal(out, bsr_linear(x, V, bias, "gelu", out=torch.empty_like(out)))
+    assert torch.equal(out, bsr_linear(x, V, bias=bias, activation="gelu", out=torch.empty_like(out)))
     wide = compiled(lambda x: bsr_linear(x, V, out_dtype=FP32), where)(x)
     assert torch.equal(wide, bsr_linear(x, V, out_dtype=FP32)) and wide.dtype == FP32
 
@@ -110,7 +112,7 @@ def test_batches(where, form):
     x, groups = normal(64 * 3, K, device=where), torch.tensor([1, 0, items], dtype=torch.int32, device=where)
 
     def call(x, groups):
-        return bsr_grouped_linear(x, V, groups, activation="silu"), bsr_matmul(V, x.t()), bsr_linear(x, V)
+        return bsr_grouped_linear(x, V, expert_ids=groups, activation="silu"), bsr_matmul(V, x.t()), bsr_linear(x, V)
 
     V.check_indices()
     for found, wanted in zip(compiled(call, where)(x, groups), call(x, groups), strict=True):
@@ -154,7 +156,7 @@ def refusals() -> list:
     return [
         (lambda b: gemm(W, b), leaf(b), "Sparse24 does not compute gradients"),
         (lambda x: bsr_linear(x, V), leaf(x), "bsr_linear of a Bsr24 does not compute gradients"),
-        (lambda bias: bsr_linear(x, V, bias), leaf(torch.ones(256)), "does not compute gradients"),
+        (lambda bias: bsr_linear(x, V, bias=bias), leaf(torch.ones(256)), "does not compute gradients"),
         (lambda b: gemm(W, b), b[None], "b has 3 dimensions"),
         (lambda b: gemm(W, b), b[:40], "72 columns meet 40 rows"),
         (lambda x: bsr_linear(x, V), x[:, :128], "384 columns of W meet 128"),
@@ -202,5 +204,5 @@ def test_opcheck_of_block_sparse_products(where):
     for form in FORMS:
         V = batch(form, (64, 64), where, grid=(2, 3), names=("power_law", "no_blocks"))[0].prune_2_4()
         x, groups = normal(128, 192, device=where), torch.tensor([1, 0], dtype=torch.int32, device=where)
-        torch.library.opcheck(op, ("bsr_grouped_linear", *parts(V), x), {"groups": groups})
+        torch.library.opcheck(op, ("bsr_grouped_linear", *parts(V), x), {"expert_ids": groups})
         torch.library.opcheck(op, ("bsr_matmul", *parts(V), x.t()), {})

@@ -195,7 +195,7 @@ def test_block_sparse_products(place, precision, block):
     dense, x, bias = W.to_dense(), numbers(80, K, device=place), numbers(256, device=place)
     exact, bound = x.double() @ dense.double().t(), allowed(x, dense.t(), precision) + 2.0**-21
     for out in (poisoned(80, 256, dtype=dtype, device=place) for dtype in (FP32, BF16)):
-        assert_within(bsr_linear(x, W, bias, out=out, precision=precision), exact + bias.double(), bound)
+        assert_within(bsr_linear(x, W, bias=bias, out=out, precision=precision), exact + bias.double(), bound)
     assert_within(bsr_matmul(W, x.t(), out_dtype=FP32, precision=precision), exact.t(), bound.t())
     b = x.t().contiguous()
     ours = bsr_matmul(W, b, residual=exact.t().float(), activation="relu", precision=precision)
@@ -221,7 +221,7 @@ def test_batches_of_block_sparse_matrices(place, precision):
 def test_matrices_without_blocks(place, precision):
     W = BsrMatrix.from_dense(torch.zeros(64, 64, device=place), (32, 32))
     x, bias = numbers(24, 64, device=place), numbers(64, device=place)
-    assert torch.equal(bsr_linear(x, W, bias, precision=precision), bias.expand(24, 64))
+    assert torch.equal(bsr_linear(x, W, bias=bias, precision=precision), bias.expand(24, 64))
 
 
 @BOTH
@@ -238,9 +238,9 @@ def test_matrices_without_columns(place, precision, form, block):
     batch = () if form is None else (2,)
     for tokens in (5, 24, 200):
         x = numbers(*batch, tokens, 0, device=place)
-        y = bsr_linear(x, W, bias, "relu", precision=precision)
+        y = bsr_linear(x, W, bias=bias, activation="relu", precision=precision)
         assert torch.equal(y, bias.relu().expand(*batch, tokens, rows))
-        y = bsr_matmul(W, x.mT, bias[:, None], precision=precision)
+        y = bsr_matmul(W, x.mT, bias=bias[:, None], precision=precision)
         assert torch.equal(y, bias[:, None].expand(*batch, rows, tokens))
 
 

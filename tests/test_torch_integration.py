@@ -80,7 +80,7 @@ def test_operands_in_the_dtype_of_autocast(place):
         lambda: bsr_linear(x, W, out_dtype=FP32),
         lambda: bsr_matmul(W, x.t()),
         lambda: bsr_linear(x[:, : W.shape[0]], W.t()),
-        lambda: bsr_grouped_linear(x, grouped, groups),
+        lambda: bsr_grouped_linear(x, grouped, expert_ids=groups),
         lambda: sddmm(x[: W.shape[0]].contiguous(), w.repeat(1, 2)[:, : W.shape[1]], W),
         lambda: attention(heads, heads, heads, causal=True),
         lambda: gradient(gemm, x, w),
@@ -133,8 +133,8 @@ def bsr_calls(device):
         yield op, ("bsr_matmul", *parts_of(W), x[0].t()), {}
         yield op, ("bsr_linear", *parts_of(W), x), {"bias": bias}
         yield into, ("bsr_linear", *parts_of(W), x[0], out), {}
-        yield op, ("bsr_grouped_linear", *parts_of(W), x[0]), {"bias": bias, "groups": groups}
-        yield into, ("bsr_grouped_linear", *parts_of(W), x[0], out[0]), {"groups": groups}
+        yield op, ("bsr_grouped_linear", *parts_of(W), x[0]), {"bias": bias, "expert_ids": groups}
+        yield into, ("bsr_grouped_linear", *parts_of(W), x[0], out[0]), {"expert_ids": groups}
 
 
 def gradient_calls(device):
@@ -346,9 +346,9 @@ def test_bsr_linear(device, backend, checked):
         weight, bias = W, normal(64, device=device)
 
         def forward(self, x):
-            return bsr_linear(x, self.weight, self.bias, "gelu")
+            return bsr_linear(x, self.weight, bias=self.bias, activation="gelu")
 
-    out = compiled(lambda x, bias: bsr_linear(x, W, bias, "relu"), backend)(x, bias)
+    out = compiled(lambda x, bias: bsr_linear(x, W, bias=bias, activation="relu"), backend)(x, bias)
     assert_right(out, bsr_linear, x, W, bias=bias, activation="relu")
     with torch.no_grad():
         out = compiled(SparseLayer(), backend)(x[0])
@@ -399,7 +399,7 @@ def test_matrices_that_leave_a_graph():
 @ON
 def test_batches_of_bsr(device, backend):
     step = compiled(lambda W, b: bsr_matmul(W, b, activation="relu") * 1.0, backend)
-    layer = compiled(lambda W, x, bias: bsr_linear(x, W, bias), backend)
+    layer = compiled(lambda W, x, bias: bsr_linear(x, W, bias=bias), backend)
     for W in batches(device):
         for b in (normal(3, 160, 24, device=device), normal(160, 24, device=device)):
             assert_right(step(W, b), bsr_matmul, W, b, activation="relu")
@@ -413,13 +413,13 @@ def test_grouped_linear(device, backend):
     for W in batches(device):
         torch._dynamo.reset()
         W.check_indices()
-        step, graphs = counting(lambda x, groups: bsr_grouped_linear(x, W, groups), backend)
-        ends_step = compiled(lambda x, ends: bsr_grouped_linear(x, W, offsets=ends, group_rows=64), backend)
+        step, graphs = counting(lambda x, groups: bsr_grouped_linear(x, W, expert_ids=groups), backend)
+        ends_step = compiled(lambda x, ends: bsr_grouped_linear(x, W, offs=ends, group_rows=64), backend)
         for routing, ends in (([1, 0], [64, 128, 128]), ([2, 2], [0, 0, 128]), ([0, 1, 2, 2], [64, 128, 256])):
             groups, ends = (torch.tensor(t, dtype=torch.int32, device=device) for t in (routing, ends))
             x = normal(64 * len(routing), 160, device=device)
-            assert_right(step(x, groups), bsr_grouped_linear, x, W, groups)
-            assert torch.equal(ends_step(x, ends), bsr_grouped_linear(x, W, offsets=ends, group_rows=64))
+            assert_right(step(x, groups), bsr_grouped_linear, x, W, expert_ids=groups)
+            assert torch.equal(ends_step(x, ends), bsr_grouped_linear(x, W, offs=ends, group_rows=64))
         assert graphs.frame_count <= 2
 
 

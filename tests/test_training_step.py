@@ -210,7 +210,7 @@ def test_gradients_of_parts_of_a_batch_add_up(device, dtype):
     layer.values.grad, sums = None, torch.zeros(layer.values.shape, dtype=dtype, device=device)
     for part_x, part_dy in zip(x.chunk(4), dy.chunk(4), strict=True):
         layer(part_x).backward(part_dy)
-        assert sddmm(part_dy.t(), part_x, layer.weight, sums, accumulate=True) is sums
+        assert sddmm(part_dy.t(), part_x, layer.weight, out=sums, accumulate=True) is sums
     near(layer.values.grad, whole.double())
     blocks = (dy.double().t() @ x.double()).unflatten(0, (-1, 64)).unflatten(2, (-1, 64)).transpose(1, 2)
     exact = blocks[layer.pattern.rows(), layer.col_indices.long()]

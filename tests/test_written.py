@@ -66,7 +66,7 @@ def writes(place: str) -> dict:
             bsr_gated_linear, lambda **to: bsr_gated_linear(a, W128, **to), {"out": new(128, 64)}
         ),
         "bsr_grouped_linear, offsets": (
-            bsr_grouped_linear, lambda **to: bsr_grouped_linear(a, experts, offsets=ends, **to), {"out": new(128, 128)}
+            bsr_grouped_linear, lambda **to: bsr_grouped_linear(a, experts, offs=ends, **to), {"out": new(128, 128)}
         ),
         "sddmm, accumulate": (sddmm, lambda **to: sddmm(a, b, W, accumulate=True, **to), {"out": new(4, 64, 64)}),
         "attention of FP8": (attention, lambda **to: attention(*[q.to(E4M3)] * 3, **to), {"out": new(1, 2, 128, 64)}),

@@ -18,7 +18,7 @@ INPUTS = (
 )
 TERMS = (
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
-    "Tensor? groups=None"
+    "Tensor? expert_ids=None"
 )
 
 
@@ -39,10 +39,10 @@ def _flops(op, crow_indices, col_indices, values, columns, check, metadata, b, *
 library.register(NAME, INPUTS, TERMS, _run, _fake, flops=_flops)
 
 
-def traced_bsr24(op, W, b, bias, activation, residual, out, epilogue, groups=None, *, out_dtype=None):
+def traced_bsr24(op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, *, out_dtype=None):
     """A product of a Bsr24 inside a torch.compile trace; see traced_bsr for which matrices are checked in each call."""
     check_no_grad(f"{op} of a Bsr24", W.values, b, bias, residual)
     half = W.compressed
     matrix = half.crow_indices, half.col_indices, half.stored, W.shape[-1], half.check and not half.checked, W.metadata
-    terms = bias, activation, residual, out_dtype, named_function(epilogue), groups
+    terms = bias, activation, residual, out_dtype, named_function(epilogue), expert_ids
     return library.call(NAME, (op, *matrix, b), out, terms)

@@ -154,8 +154,8 @@ class BsrMixtureOfExperts(nn.Module):
         weights, choices = self.route(tokens)
         padding = routing_of(choices, self.experts, self.group_rows)
         padded = spread(tokens.repeat_interleave(self.top_k, 0), padding)
-        hidden = self.gate(padded, groups=padding.groups) * self.up(padded, groups=padding.groups)
-        y = taken(self.down(hidden, groups=padding.groups), padding)  # (T * top_k, dim)
+        hidden = self.gate(padded, expert_ids=padding.groups) * self.up(padded, expert_ids=padding.groups)
+        y = taken(self.down(hidden, expert_ids=padding.groups), padding)  # (T * top_k, dim)
         y = y.float().unflatten(0, (tokens.shape[0], self.top_k)) * weights[..., None]
         return y.sum(1).to(x.dtype).view(x.shape)
 

@@ -109,7 +109,7 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
         W = self.weight
         tokens = x if x.dim() > 1 else x[None]
         found = quantized(tokens.detach(), W.dtype, "row", leads=True) if are_few(x) else None
-        y = multiplied(*(found or quantize(tokens, W.dtype, "row")), self, x.dtype, found is not None)
+        y = multiplied(*(found or quantize(tokens, dtype=W.dtype, per="row")), self, x.dtype, found is not None)
         return y if x.dim() > 1 else y[0]
 
     def _gated(self, x: Tensor) -> Tensor:
@@ -172,7 +172,12 @@ class Float8SwiGLU(nn.Module):
         else:
             z, terms = self.gate_up._product(tokens), (self.gate_up.activation, self.down.weight.dtype)
             found = quantized_gated(z.detach(), *terms, chained=True) if are_few(z) else None
-            y = multiplied(*(found or quantize_gated(z, *terms)), self.down, x.dtype, found is not None)
+            y = multiplied(
+                *(found or quantize_gated(z, activation=terms[0], dtype=terms[1])),
+                self.down,
+                x.dtype,
+                found is not None,
+            )
         return y if x.dim() > 1 else y[0]
 
 
@@ -201,7 +206,7 @@ def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: tor
     if chained:
         terms = W, values, bias, activation, None, None, None
         return eager.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
-    return bsr_linear(values, W, bias, activation, scale_x=scale, out_dtype=dtype)
+    return bsr_linear(values, W, bias=bias, activation=activation, scale_x=scale, out_dtype=dtype)
 
 
 def outside_autocast(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ __all__ = ["GatedBsrLinear", "GatedLinear", "gated_linear"]
 def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(g) * u, where x @ W.T + bias has 64 columns of g, 64 of u, and so on. W: a BsrMatrix or Bsr24."""
     if bias is None:
-        return bsr_gated_linear(x, W, activation)
-    return gate(bsr_linear(x, W, bias), activation)
+        return bsr_gated_linear(x, W, activation=activation)
+    return gate(bsr_linear(x, W, bias=bias), activation)
 
 
 class GatedLinear(nn.Linear):

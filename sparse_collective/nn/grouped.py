@@ -29,7 +29,7 @@ class BsrGroupedLinear(BsrModule):
         indices: in place of density, (crow_indices, col_indices) as a BsrMatrix has them; copied.
         activation, device, dtype: see BsrLinear.
 
-    Forward takes x (T, K), sorted by expert, and offsets (E,), where each expert's tokens end, or the keyword groups,
+    Forward takes x (T, K), sorted by expert, and offs (E,), where each expert's tokens end, or the keyword expert_ids,
     if x is padded: see bsr_grouped_linear. It returns (T, M). Pruning takes BsrLinear alone; prune experts before they
     are stacked.
 
@@ -69,7 +69,9 @@ class BsrGroupedLinear(BsrModule):
         self.reset_parameters()
 
     def forward(
-        self, x: Tensor, offsets: Tensor | None = None, group_rows: int | None = None, *, groups: Tensor | None = None
+        self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None
     ) -> Tensor:
-        terms = groups, self.bias, self.activation
-        return bsr_grouped_linear(x, self.weight, *terms, offsets=offsets, group_rows=group_rows)
+        return bsr_grouped_linear(
+            x, self.weight, offs=offs, expert_ids=expert_ids, group_rows=group_rows, bias=self.bias,
+            activation=self.activation,
+        )  # fmt: skip

@@ -244,7 +244,7 @@ class DenseGradients(_Hooks):
             if isinstance(module, GatedLinear):
                 y = nn.functional.linear(x.to(dy.dtype), W.detach().to(dy.dtype), bias)
             else:
-                y = bsr_linear(x.to(dy.dtype), W.with_values(W.values.detach().to(dy.dtype)), bias)
+                y = bsr_linear(x.to(dy.dtype), W.with_values(W.values.detach().to(dy.dtype)), bias=bias)
         if not gated:
             return through_epilogue(dy, activation, None, y, None)[0]
         with torch.enable_grad():

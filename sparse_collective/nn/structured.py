@@ -119,8 +119,8 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)
         if self.gated:
-            return gate(bsr_linear(x, self.weight, self.bias), self.activation)
-        return bsr_linear(x, self.weight, self.bias, self.activation)
+            return gate(bsr_linear(x, self.weight, bias=self.bias), self.activation)
+        return bsr_linear(x, self.weight, bias=self.bias, activation=self.activation)
 
     def _matrix(self) -> Bsr24:
         refuse_float8("Bsr24Linear", self.values.dtype)

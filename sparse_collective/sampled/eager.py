@@ -25,50 +25,50 @@ _PLANS = PlanCache()
 CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
 
 
-def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, groups=None):
+def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
     """ops.sddmm, of a call that torch.compile does not trace."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.check and not pattern.checked:
         pattern.check_indices()
     tensors = (a, b) if out is None else (a, b, out, *pattern.indices)
-    tensors = tensors if groups is None else (*tensors, groups)
-    terms = pattern.key, out is None, groups is None, accumulate, out_dtype, forced_path()
+    tensors = tensors if expert_ids is None else (*tensors, expert_ids)
+    terms = pattern.key, out is None, expert_ids is None, accumulate, out_dtype, forced_path()
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
-        more = {"accumulate": accumulate, "out_dtype": out_dtype, "groups": groups}
-        make = partial(plan_sddmm, a, b, pattern, out, **more)
+        more = {"out": out, "accumulate": accumulate, "out_dtype": out_dtype, "expert_ids": expert_ids}
+        make = partial(plan_sddmm, a, b, pattern, **more)
         plan = _PLANS.checked("sddmm", terms, tensors, out, make)
     if out is None:
         out = plan.new_out()
     if plan.empty:  # no blocks, or sums over nothing
         return out if accumulate else out.zero_()
     if plan.function is None:
-        return _on_cpu(a, b, pattern, out, accumulate, groups)
+        return _on_cpu(a, b, pattern, out, accumulate, expert_ids)
     if plan.views:
         a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
     box_table = groups_of(pattern, parts, boxes)
-    runs = (None, None) if groups is None else runs_of(groups, pattern.shape[0])
+    runs = (None, None) if expert_ids is None else runs_of(expert_ids, pattern.shape[0])
     d = alignment.aligned_copy(out, accumulate) if plan.staged else out
     residual = d if accumulate else None
     plan.function(box_table, pattern.col_indices, *runs, a, b, d, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
     return out.copy_(d) if plan.staged else out
 
 
-def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, groups=None) -> Plan:
+def plan_sddmm(a, b, pattern, *, out=None, accumulate=False, out_dtype=None, expert_ids=None) -> Plan:
     """Check a call's arguments and choose its kernel, without launching it."""
     op = "sddmm"
     checks.check_tensor(f"{op}: a", a)
     checks.check_tensor(f"{op}: b", b)
-    check_pattern(op, pattern, out, accumulate, groups)
+    check_pattern(op, pattern, out, accumulate, expert_ids)
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{op}: a and b must be matrices, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     checks.check_operands(op, kernel=plans_kernel(a.device), a=a, b=b)
     (M, N), (bm, bk) = pattern.shape[-2:], pattern.blocksize
-    if groups is not None:
-        check_groups(op, groups, a.shape[1])
+    if expert_ids is not None:
+        check_groups(op, expert_ids, a.shape[1])
     if a.shape[0] != M or b.shape[1] != N or a.shape[1] != b.shape[0]:
         raise ValueError(
             f"{op}: a is {tuple(a.shape)} and b {tuple(b.shape)}; for a pattern of shape {(M, N)} they must be "
@@ -79,25 +79,25 @@ def plan_sddmm(a, b, pattern, out=None, *, accumulate=False, out_dtype=None, gro
     checks.check_result(op, "out", out, shape, out_dtype)
     if out is not None and not out.is_contiguous():
         raise ValueError(f"{op}: out has strides {out.stride()}; the kernels write contiguous values")
-    checks.check_device(op, a.device, pattern=pattern.stored, out=out, groups=groups)
+    checks.check_device(op, a.device, pattern=pattern.stored, out=out, expert_ids=expert_ids)
     plan = Plan(op, shape, out_dtype, a.device)
     if pattern.nnz == 0 or a.shape[1] == 0:
         plan.empty = True
     elif plans_kernel(a.device):
-        _plan_kernel(plan, a, b, pattern, out, accumulate, 0 if groups is None else a.shape[1] // len(groups))
+        _plan_kernel(plan, a, b, pattern, out, accumulate, 0 if expert_ids is None else a.shape[1] // len(expert_ids))
     return plan
 
 
-def check_pattern(op: str, pattern, out, accumulate: bool, groups) -> None:
+def check_pattern(op: str, pattern, out, accumulate: bool, expert_ids) -> None:
     """Check what the registered op's arguments do not tell any more."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.base is not None:
         raise ValueError(f"{op}: pattern is a transposed view; pass its base, pattern.t(), and swap a.t() and b.t()")
-    if (pattern.batch is None) != (groups is None):
+    if (pattern.batch is None) != (expert_ids is None):
         given = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
         raise ValueError(
-            f"{op}: pattern is {given}: a batch needs groups, the item of each run of K, and one matrix none"
+            f"{op}: pattern is {given}: a batch needs expert_ids, the item of each run of K, and one matrix none"
         )
     if accumulate and out is None:
         raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
@@ -144,28 +144,28 @@ def _one_row(t):
     return t.as_strided(t.shape, (-(-t.shape[1] // 8) * 8, t.stride(1))) if t.stride(1) == 1 else t
 
 
-def check_groups(op: str, groups, K: int) -> None:
+def check_groups(op: str, expert_ids, K: int) -> None:
     """The item of each run of K."""
-    check_group_numbers(op, groups)
-    if (K % len(groups) or K // len(groups) % RUN_MULTIPLE) if len(groups) else K:
+    check_group_numbers(op, expert_ids)
+    if (K % len(expert_ids) or K // len(expert_ids) % RUN_MULTIPLE) if len(expert_ids) else K:
         raise ValueError(
-            f"{op}: K is {K} in {len(groups)} groups: each must have as many, a multiple of {RUN_MULTIPLE}"
+            f"{op}: K is {K} for {len(expert_ids)} expert_ids: each run must be as long, a multiple of {RUN_MULTIPLE}"
         )
 
 
-def runs_of(groups, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+def runs_of(expert_ids, items: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(runs in the order of their items, where each item's begin); numbers out of range belong to none."""
-    item, order = groups.sort(stable=True)
+    item, order = expert_ids.sort(stable=True)
     every = torch.arange(items + 1, dtype=item.dtype, device=item.device)
     return order.int(), torch.searchsorted(item, every, out_int32=True)
 
 
 @outside_autocast
-def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
+def _on_cpu(a, b, pattern, out, accumulate: bool, expert_ids=None):
     """The same by torch, stored blocks alone, some at a time; sums are in fp32, of fp64 in fp64."""
     (bm, bk), K, wide = pattern.blocksize, a.shape[1], accumulator(a.dtype)
-    if groups is not None:
-        return _batch_on_cpu(a, b, pattern, out, accumulate, groups)
+    if expert_ids is not None:
+        return _batch_on_cpu(a, b, pattern, out, accumulate, expert_ids)
     rows, columns = pattern.row_of_block().long(), pattern.col_indices.long()
     a, b = (t.to(wide).contiguous() for t in (a, b.t()))
     a, b = a.unflatten(0, (-1, bm)), b.unflatten(0, (-1, bk))  # (M / bm, bm, K), (N / bk, bk, K)
@@ -176,9 +176,9 @@ def _on_cpu(a, b, pattern, out, accumulate: bool, groups=None):
     return out
 
 
-def _batch_on_cpu(a, b, pattern, out, accumulate: bool, groups):
+def _batch_on_cpu(a, b, pattern, out, accumulate: bool, expert_ids):
     """Item by item, over the columns of a that are its."""
-    item_of = groups.repeat_interleave(a.shape[1] // len(groups))
+    item_of = expert_ids.repeat_interleave(a.shape[1] // len(expert_ids))
     for number, item in enumerate(pattern.unbind()):
         part = item_of == number
         if pattern.batch == "values":
