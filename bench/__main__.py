@@ -15,8 +15,7 @@
     structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the legal configurations for a problem
-    variants        configurations of attention's backward beside each other
-    plot, compare   figures of result files; two runs beside each other
+    plot            figures of result files
 
 Every row times ours and its peers in turns, on random normal operands, L2 flushed, outputs preallocated, after the card
 has settled; gradients are allocated by each call. Results go to bench/results/<card>/<suite>.json, figures beside them.
@@ -46,21 +45,15 @@ from . import (
     cases_structured,
     cases_training,
     ceilings,
-    compare,
-    findings_attention,
-    findings_attention_backward,
-    findings_float8,
-    findings_training,
+    findings,
     gates,
     record,
     single,
     table,
     tune,
-    variants,
 )
 from . import host as host_overhead
-from .rows import Case, Row, reason
-from .timing import host_cost
+from .rows import Case, Row
 
 ROUNDS = {"quick": 30, "full": 60}
 WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilings, which warm the card
@@ -70,13 +63,11 @@ WARM_S = {"quick": 0.5, "full": 1.0}  # once a row; a run begins with the ceilin
 class Suite:
     """Rows that are measured and written together.
 
-    `host_calls()` are those whose cost to the host is measured: eager, of tiny tensors. `findings(rows, host, only)`
-    measures what there is beside the rows, shows it, and returns it for the result file.
+    `findings(rows, only)` measures what there is beside the rows, shows it, and returns it for the result file.
     """
 
     cases: Callable[[str], Iterator[Case]]
-    host_calls: Callable[[], dict[str, Callable]]
-    findings: Callable[[list[Row], dict, str], dict] = lambda rows, host, only: {}
+    findings: Callable[[list[Row], str], dict] = lambda rows, only: {}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     mode = measure.add_mutually_exclusive_group()
     for name, text in (("quick", "a minute, attention three (the default)"), ("full", "every row and every peer")):
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
-    text = "rows whose name contains this; writes no file; host, errors, memory: those"
+    text = "rows whose name contains this; writes no file; errors, memory: those"
     measure.add_argument("--only", default="", metavar="TEXT", help=text)
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
     measure.add_argument("--limit", type=float, metavar="SECONDS", help="begin no row of a suite later than this")
@@ -97,8 +88,11 @@ def parser() -> argparse.ArgumentParser:
     for name in SUITES:
         commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
     commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    for module in (gates, host_overhead, single, tune, compare, variants):
+    for module in (gates, host_overhead, single, tune):
         module.add_command(commands)
+    plot = commands.add_parser("plot", help="figures of a card's result files")
+    plot.add_argument("folder", type=Path, metavar="FOLDER", help="as in bench/results/<card>")
+    plot.set_defaults(run=lambda args: draw(args.folder))
     return top
 
 
@@ -114,22 +108,23 @@ def run_suites(args: argparse.Namespace) -> int:
         compile_first(args)
         failed = [line for suite in args.suites for line in run_suite(suite, args, best, bar)]
     if not args.only and set(args.suites) & set(PRODUCTS):
-        draw(args.out)
+        draw(args.out / record.card_name(torch.cuda.get_device_name()))
     for line in failed:
         print("FAILED", line)
     print(f"{time.perf_counter() - start:.0f} s")
     return 1 if failed else 0
 
 
-def draw(out: Path) -> None:
-    """Figures beside the card's result files; without matplotlib, what to run where it is installed."""
-    folder = out / record.card_name(torch.cuda.get_device_name())
+def draw(folder: Path) -> int:
+    """Draw figures beside a card's result files; returns 1 where that is not possible, as without matplotlib."""
     try:
         from . import plots
 
         print("drawn:", ", ".join(path.name for path in plots.draw(folder)) or "nothing yet")
-    except (ImportError, ValueError) as error:
+        return 0
+    except (ImportError, OSError, ValueError) as error:
         print(f"no figures: {error}; python -m bench plot {folder} draws them")
+        return 1
 
 
 def compile_first(args: argparse.Namespace) -> None:
@@ -144,8 +139,6 @@ def compile_first(args: argparse.Namespace) -> None:
 def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -> list[str]:
     """Measure one suite; what failed, a line each."""
     rows, failed = [], []
-    # First: after all rows any call takes longer, torch.add 8.9 us where a fresh process took 5.5 (two runs).
-    host = host_costs(SUITES[suite].host_calls()) if args.only in ("", "host") else {}
     wanted = [case for case in SUITES[suite].cases(args.mode) if args.only in case.name]
     wanted.sort(key=lambda case: case.patches_dsl)
     task, began = bar.add_task(suite, total=len(wanted)), time.perf_counter()
@@ -163,41 +156,26 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
         print(f"{rows[-1].line()} [{time.perf_counter() - start:.1f} s]", file=sys.stderr, flush=True)
         case = None
         if not args.only:  # what was measured stays, whatever ends this
-            record.write(suite, rows, best, host, args.out, args.mode)
+            record.write(suite, rows, best, args.out, args.mode)
         torch.cuda.empty_cache()
         bar.advance(task)
-    table.show(rows, best, host)
-    more = SUITES[suite].findings(rows, host, args.only)
+    table.show(rows, best)
+    more = SUITES[suite].findings(rows, args.only)
     if not args.only:
-        print("written:", record.write(suite, rows, best, host, args.out, args.mode, **more))
+        print("written:", record.write(suite, rows, best, args.out, args.mode, **more))
     return failed
 
 
-def host_costs(calls: dict[str, Callable]) -> dict[str, float]:
-    """Microseconds of host time of each call; what cannot run is left out."""
-    found = {}
-    for name, call in calls.items():
-        try:
-            found[name] = round(host_cost(call), 2)
-        except Exception as error:
-            print(f"host cost of {name}: {reason(error)}")
-    return found
-
-
 SUITES = {
-    "block-sparse": Suite(cases.sparse_cases, cases.host_calls),
-    "gemm": Suite(cases.gemm_cases, cases.host_calls),
-    "training": Suite(cases_training.training_cases, findings_training.host_calls, findings_training.measure),
-    "attention": Suite(cases_attention.attention_cases, findings_attention.host_calls, findings_attention.measure),
-    cases_attention_backward.SUITE: Suite(
-        cases_attention_backward.backward_cases, dict, findings_attention_backward.measure
-    ),
-    cases_float8.SUITE: Suite(cases_float8.float8_cases, cases_float8.host_calls, findings_float8.measure),
-    cases_float8_attention.SUITE: Suite(
-        cases_float8_attention.float8_attention_cases, cases_float8_attention.host_calls
-    ),
-    cases_generation.SUITE: Suite(cases_generation.generation_cases, dict),
-    cases_structured.SUITE: Suite(cases_structured.structured_cases, cases_structured.host_calls),
+    "block-sparse": Suite(cases.sparse_cases),
+    "gemm": Suite(cases.gemm_cases),
+    "training": Suite(cases_training.training_cases, findings.of_training),
+    "attention": Suite(cases_attention.attention_cases, findings.of_attention),
+    cases_attention_backward.SUITE: Suite(cases_attention_backward.backward_cases, findings.of_backward),
+    cases_float8.SUITE: Suite(cases_float8.float8_cases, findings.notes),
+    cases_float8_attention.SUITE: Suite(cases_float8_attention.float8_attention_cases),
+    cases_generation.SUITE: Suite(cases_generation.generation_cases),
+    cases_structured.SUITE: Suite(cases_structured.structured_cases),
 }
 # What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.
 PRODUCTS = ("block-sparse", "gemm")

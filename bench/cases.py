@@ -298,15 +298,3 @@ def gate_cases() -> Iterator[Case]:
     yield sparse(128, 128, 1 / 8, op="bsr_linear", cube=False)
     yield sparse(512, 112, 16 / 74, K=8288, cube=False)
     yield sparse(512, 112, 16 / 74, K=8288, cube=False, forced="sm_80")
-
-
-def host_calls() -> dict[str, Callable]:
-    """Of which the host's cost is measured: on a preallocated output, 64 x 64 operands."""
-    a, W = randn(64, 64), random_bsr((64, 64), (64, 64), density=1.0, device="cuda", dtype=DTYPE)
-    out = torch.empty_like(a)
-    return {
-        "gemm": lambda: gemm(a, a, out=out),
-        "bsr_linear": lambda: bsr_linear(a, W, out=out),
-        "torch.mm": lambda: torch.mm(a, a, out=out),
-        "torch.add": lambda: torch.add(a, a, out=out),
-    }

@@ -1,29 +1,29 @@
 """Products of 8-bit floats: dense ones beside torch._scaled_mm, with scales of each kind and sums of both kinds;
 block-sparse ones with a scale for each stored block beside our own dense product, and beside the same of bfloat16;
-those of few tokens beside a copy of as many bytes; grouped ones beside the same of bfloat16; decoding from caches of
-8-bit floats beside caches of bfloat16, and beside a copy of as many bytes; a feed-forward layer beside a dense one.
+those of few tokens beside a copy of as many bytes; decoding from caches of 8-bit floats beside caches of bfloat16, and
+beside a copy of as many bytes; a feed-forward layer beside a dense one.
 
 A dense product and its peer have the same quantised operands, b contiguous along K, and write bfloat16. A row's notes
-say how far each result is from fp64; findings_float8 compares the sums without bfloat16's rounding.
+say how far each result is from fp64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from attention import attention
 from cute_kernels import explain, gemm
-from sparse_collective import bsr_grouped_linear, bsr_linear
+from sparse_collective import bsr_linear
 
 from . import ceilings
 from . import peers_float8 as peers
 from .cases import COPY, CUBE, of_rows, product, randn
 from .cases_attention import CACHE_HEADS, AttentionProblem
 from .cases_attention import COPY as CACHE_COPY
-from .cases_float8_layers import feed_forward
+from .cases_layers import swiglu
 from .peers import Call, Operands, own_call
-from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledExperts, ScaledSparse
+from .peers_float8 import BLOCKS, SCALED_MM, CachedAttention, Scaled, ScaledSparse
 from .rows import Candidate, Case, Problem
 
 SUITE = "float8"
@@ -89,28 +89,6 @@ def few_tokens(
     return Case(SUITE, name, problem, lambda: layer(x), [Candidate(COPY, problem.flops, copy)], COPY, asked)
 
 
-def grouped(
-    tokens: int, K: int, M: int, block: tuple[int, int], density: float, experts: int = 8, run: int = 128,
-    asked: float | None = None,
-) -> Case:  # fmt: skip
-    """bsr_grouped_linear(x, W, scale_x=), tokens shared equally, beside ours of the same in bfloat16."""
-    per_row = round(density * K / block[1])
-    kept, epilogue = per_row * block[1] / K, "scales per block and token"
-    problem = Problem(
-        "bsr_grouped_linear", M, tokens, K, block, kept, items=experts, dtype="float8_e4m3fn", epilogue=epilogue
-    )  # fmt: skip
-    x = ScaledExperts(lambda: of_rows(M, K, block, per_row), lambda: randn(tokens, K), experts, run)
-
-    def call_of(W, values, scale=None) -> tuple:
-        terms = {"scale_x": scale, "out": values.new_empty(tokens, M, dtype=torch.bfloat16)}
-        call = Call(lambda: bsr_grouped_linear(values, W, expert_ids=x.groups, **terms))
-        return x.verified(call), explain(bsr_grouped_linear, values, W, expert_ids=x.groups, **terms)
-
-    name = f"bsr_grouped_linear {block[0]}x{block[1]}, {kept:.3g}, {experts} experts, runs of {run}, e4m3fn, {epilogue}"
-    wide = Candidate(WIDE, problem.flops, lambda: call_of(*x.wide)[0])
-    return Case(SUITE, f"{name}, over {WIDE}", problem, lambda: call_of(*x.quantised), [wide], WIDE, asked)
-
-
 def layer(x: ScaledSparse) -> tuple:
     """Our bsr_linear of x, and its plan."""
     W, tokens, scale = x.quantised
@@ -172,7 +150,7 @@ def float8_cases(mode: str) -> Iterator[Case]:
     yield cached(8, 16384, WIDE_CACHE, 1.75)
     yield cached(8, 16384, CACHE_COPY)
     for tokens, speed in ((1, 5.0), (64, 4.0), (8192, 5.0)):
-        yield feed_forward(4096, 14336, tokens, 0.25, speed)
+        yield swiglu("fp8", 4096, 14336, tokens, 0.25, speed)
     if mode == "full":
         for batch, keys in ((16, 16384), (1, 131072), (1, 16384)):
             yield cached(batch, keys, WIDE_CACHE)
@@ -185,17 +163,3 @@ def float8_cases(mode: str) -> Iterator[Case]:
         yield float8(8192, 8192, 8192, "tensor", False, dtype=torch.float8_e5m2)
         for block in ((128, 64), (256, 128), (64, 128), (32, 32)):
             yield sparse(block, 1 / 8, WIDE)
-        for run in (128, 256):
-            yield grouped(CUBE, 4096, 14336, (128, 128), 1 / 8, run=run)
-
-
-def host_calls() -> dict[str, Callable]:
-    """Of which the host's cost is measured: on a preallocated output, 64x64 operands, of scales of blocks 64x512."""
-    found = {}
-    for per in ("tensor", "row", BLOCKS):
-        K = 512 if per == BLOCKS else 64  # torch takes scales of blocks for a K of whole groups of four
-        x = Scaled(randn(64, K), randn(64, K), per)
-        terms = {"scale_a": x.scale_a, "scale_b": x.scale_b, "out": x.out()}
-        found[f"gemm, scales per {per}"] = lambda x=x, terms=terms: gemm(x.a, x.b, **terms)
-        found[f"{SCALED_MM}, scales per {per}"] = peers.scaled_mm_call(x, False, x.out())
-    return found

@@ -16,7 +16,7 @@ from cute_kernels import gemm
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.nn import BsrLinear, SwiGLU
 
-from .cases_models import DenseSwiGLU
+from .cases_layers import DenseSwiGLU
 from .peers import needs
 from .peers_attention import FA4
 from .rows import OURS

@@ -1,5 +1,4 @@
-"""Whole layers and models beside the same ones of dense layers: a gated feed-forward under inference, a training step
-of a transformer, and a training step in which the pattern changes.
+"""Training steps of a transformer beside the same one of dense layers, and of a layer whose pattern changes.
 
 Useful are the stored blocks of the feed-forward layers alone, whose products all candidates of a row are taken to do,
 so that a ratio is that of times.
@@ -13,28 +12,22 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from cute_kernels.reference import gate
-from sparse_collective.nn import BsrLinear, DenseGradients, SwiGLU, change_pattern_
+from sparse_collective.nn import BsrLinear, DenseGradients, change_pattern_
 from tests.reference import truth
 
 from . import peers, timing
 from .cases import CUBE, DTYPE
-from .peers import Call, verified
+from .cases_layers import sampled_rows, swiglu
+from .peers import Call
 from .rows import Candidate, Case, Problem
 
 EIGHTH = 1 / 8
-DENSE_SWIGLU = "SwiGLU of nn.Linear, compiled"
 DENSE_STEP = "dense step, compiled"
 FEED_FORWARD = "its feed-forward alone"
 ALLOWED = "what Amdahl's law allows"
 KEPT = "the same step, pattern kept"
 DROPPED = 0.3  # of the blocks: what RigL begins with
 LR = 1e-5  # weights hardly move in as many steps as are timed
-
-
-def sampled_rows(count: int, device: str) -> Tensor:
-    """(peers.SAMPLE,) row numbers, evenly spread over `count`."""
-    return torch.linspace(0, count - 1, min(count, peers.SAMPLE), dtype=torch.float64).long().to(device)
 
 
 def training_call(
@@ -78,57 +71,6 @@ def captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Ca
         return found
 
     return replay
-
-
-# -- a gated feed-forward --------------------------------------------------------------------------------------
-
-
-class DenseSwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) of torch's own layers."""
-
-    def __init__(self, dim: int, hidden: int, **more) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, **more) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False, **more)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nnf.silu(self.gate(x)) * self.up(x))
-
-
-def swiglu(
-    dim: int, hidden: int, tokens: int, density: float, asked: float | None = None, *,
-    block: tuple[int, int] = (128, 128), device: str = "cuda", backend: str = "inductor",
-) -> Case:  # fmt: skip
-    """SwiGLU's forward without gradients, compiled by torch."""
-    blocks = hidden * dim // (block[0] * block[1])
-    problem = Problem("swiglu", hidden, tokens, dim, block, round(density * blocks) / blocks, products=3)
-    x = functools.cache(lambda: torch.randn(tokens, dim, device=device, dtype=DTYPE))
-
-    def compiled(layer: nn.Module) -> Call:
-        run, given = torch.compile(layer, fullgraph=True, backend=backend), x()
-
-        def call() -> Tensor:
-            with torch.no_grad():
-                return run(given)
-
-        return Call(call)
-
-    @torch.no_grad()
-    def expected(layer: SwiGLU) -> tuple[Tensor, Tensor]:
-        rows, wide = sampled_rows(tokens, device), torch.float32
-        both, down = (part.weight.to_dense().t() for part in (layer.gate_up, layer.down))
-        inner = gate(truth(x()[rows], both, dtype=wide), "silu")
-        return rows, truth(inner, down, dtype=wide)
-
-    def ours():
-        layer = SwiGLU(dim, hidden, False, block, density=density, device=device, dtype=DTYPE)
-        return verified(compiled(layer), lambda: expected(layer)), None
-
-    def dense() -> Call:
-        return compiled(DenseSwiGLU(dim, hidden, device=device, dtype=DTYPE))
-
-    name = f"SwiGLU {dim} to {hidden}, {block[0]}x{block[1]}, {density:g}, inference, compiled"
-    return Case("training", name, problem, ours, [Candidate(DENSE_SWIGLU, problem.flops, dense)], DENSE_SWIGLU, asked)
 
 
 # -- a transformer ---------------------------------------------------------------------------------------------
@@ -334,7 +276,7 @@ def changing(
 
 def model_cases(mode: str) -> Iterator[Case]:
     """A step with a change takes at most four of one without: 3 % of a run that changes its pattern every 100 steps."""
-    yield swiglu(4096, 14336, 8192, 0.05, 14.0)
+    yield swiglu("bf16", 4096, 14336, 8192, 0.05, 14.0)
     yield transformer(0.9)
     for graph in (False, True):
         yield changing("SET", 1 / 4, graph=graph)

@@ -5,17 +5,15 @@ floats, beside our own dense product of these, and torch's.
 All count the same useful operations, those with stored elements, so ratios are of times.
 """
 
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Iterator
 
 from cute_kernels import Sparse24, explain, gemm, prune_2_4
-from sparse_collective import Bsr24, BsrMatrix, bsr_linear
+from sparse_collective import Bsr24, bsr_linear
 
 from . import peers, peers_float8
 from .cases import CUBE, of_rows, product, randn
 from .cases_float8 import DENSE, layer
-from .cases_structured_layers import feed_forward
+from .cases_layers import swiglu
 from .peers import CUBLAS, SEMI_STRUCTURED, Call, Operands, own_call
 from .rows import Candidate, Case, Problem
 
@@ -129,17 +127,5 @@ def structured_cases(mode: str) -> Iterator[Case]:
             for M, K in ((4096, 4096), (14336, 4096), (4096, 14336)):
                 yield structured(M, tokens, K, "NT", CUBLAS)
         for tokens in (64, 8192):
-            yield feed_forward(4096, 14336, tokens)
-            yield feed_forward(4096, 14336, tokens, 0.25)
-
-
-def host_calls() -> dict[str, Callable]:
-    """Of which the host's cost is measured: on a preallocated output, 64x64 operands."""
-    w, b = prune_2_4(randn(64, 64)), randn(64, 64)
-    W, out = Sparse24.from_dense(w), torch.empty_like(b)
-    V = BsrMatrix.from_dense(w, (64, 64)).prune_2_4()
-    return {
-        "gemm, 2:4": lambda: gemm(W, b, out=out),
-        "gemm of the dense matrix": lambda: gemm(w, b, out=out),
-        "bsr_linear, 2:4": lambda: bsr_linear(b, V, out=out),
-    }
+            yield swiglu("2:4", 4096, 14336, tokens)
+            yield swiglu("2:4", 4096, 14336, tokens, 0.25)

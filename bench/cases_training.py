@@ -1,7 +1,6 @@
 """What training adds to a product: the weight's gradient, the transposed product, and a layer forward and backward.
 
-Dense peers are torch's own; others are Triton kernels, see peers_training. Of what is useful, a row counts stored
-blocks alone; of a layer three products.
+Peers are torch's dense GEMMs and layers. A row counts the operations on stored blocks; a layer has three GEMMs.
 """
 
 import functools
@@ -14,14 +13,15 @@ from sparse_collective import BsrMatrix, bsr_linear, sddmm
 from tests.reference import truth
 
 from . import peers
-from . import peers_training as training
 from .cases import CUBE, DENSE_CUBE, of_rows, randn
-from .cases_models import EIGHTH, model_cases, sampled_rows
+from .cases_layers import sampled_rows
+from .cases_models import EIGHTH, model_cases
 from .peers import Call, Operands, verified
 from .rows import Candidate, Case, Problem
 
 LAYER = "nn.Linear"
 COMPILED = "nn.Linear, compiled"
+BLOCKS = 16  # compared, of a sampled GEMM
 
 
 def cube(name: str = DENSE_CUBE) -> Candidate:
@@ -30,11 +30,17 @@ def cube(name: str = DENSE_CUBE) -> Candidate:
     return peers.cublas(x, 2.0 * CUBE**3, name)
 
 
-def sampled(bm: int, bk: int, asked: float | None = None, accumulate: bool = False, triton: str = "") -> Case:
-    """sddmm(dy.t(), x, W): the gradient of the values, of 8192 tokens.
+def some_blocks(a: torch.Tensor, b: torch.Tensor, W: BsrMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices of some stored blocks, evenly spread, and these blocks of a @ b in FP32)."""
+    (bm, bk), rows = W.blocksize, W.row_of_block()
+    chosen = torch.linspace(0, W.nnz - 1, min(W.nnz, BLOCKS), dtype=torch.float64).long().to(a.device)
+    places = [(int(rows[p]) * bm, int(W.col_indices[p]) * bk) for p in chosen.tolist()]
+    blocks = [truth(a[m : m + bm], b[:, n : n + bk], dtype=torch.float32) for m, n in places]
+    return chosen, torch.stack(blocks)
 
-    triton: how many settings of a Triton kernel are tried, "quick" or "full"; "" for no such peers.
-    """
+
+def sampled(bm: int, bk: int, asked: float | None = None, accumulate: bool = False) -> Case:
+    """sddmm(dy.t(), x, W): the gradient of the values, with 8192 tokens."""
     per_row = round(EIGHTH * CUBE / bk)
     problem = Problem("sddmm", CUBE, CUBE, CUBE, (bm, bk), per_row * bk / CUBE, epilogue="accumulate" * accumulate)
 
@@ -46,19 +52,15 @@ def sampled(bm: int, bk: int, asked: float | None = None, accumulate: bool = Fal
     def ours():
         W, a, b = operands()
         out = torch.zeros_like(W.values)
-        call = verified(functools.partial(sddmm, a, b, W, out=out), lambda: training.some_blocks(a, b, W))
+        call = verified(functools.partial(sddmm, a, b, W, out=out), lambda: some_blocks(a, b, W))
         return Call(functools.partial(call, accumulate=accumulate)), explain(sddmm, a, b, W, out=out)
 
     name = f"sddmm {bm}x{bk}, {EIGHTH}" + (", added" if accumulate else "")
-    others = [cube()]
-    if triton:
-        others.append(training.triton_sdd(operands, problem.flops, quick=triton == "quick"))
-        others.append(training.sampled_addmm(operands, problem.flops))
-    return Case("training", name, problem, ours, others, DENSE_CUBE, asked)
+    return Case("training", name, problem, ours, [cube()], DENSE_CUBE, asked)
 
 
-def transposed(bm: int, bk: int, asked: float | None = None, triton: str = "") -> Case:
-    """bsr_linear(dy, W.t()): the gradient of x. triton: see sampled."""
+def transposed(bm: int, bk: int, asked: float | None = None) -> Case:
+    """bsr_linear(dy, W.t()): the gradient of x."""
     per_row = round(EIGHTH * CUBE / bk)
     problem = Problem("bsr_linear", CUBE, CUBE, CUBE, (bm, bk), per_row * bk / CUBE, layout="transposed")
     operands = functools.cache(lambda: (of_rows(CUBE, CUBE, (bm, bk), per_row), randn(CUBE, CUBE)))
@@ -73,18 +75,13 @@ def transposed(bm: int, bk: int, asked: float | None = None, triton: str = "") -
         )
         return call, explain(bsr_linear, dy, view, out=out)
 
-    others = [cube()]
-    if triton:
-        others.append(training.transposed_copy(operands, problem.flops, quick=triton == "quick"))
-    return Case("training", f"transposed {bm}x{bk}, {EIGHTH}", problem, ours, others, DENSE_CUBE, asked)
+    return Case("training", f"transposed {bm}x{bk}, {EIGHTH}", problem, ours, [cube()], DENSE_CUBE, asked)
 
 
-def layer(
-    bm: int, bk: int, asked: float | None = None, *, activation: str = "", tokens: int = CUBE, triton: bool = False
-) -> Case:
+def layer(bm: int, bk: int, asked: float | None = None, *, activation: str = "", tokens: int = CUBE) -> Case:
     """Forward and backward of x -> W x' at 12.5 %, gradients of x and of the values, beside nn.Linear.
 
-    With an activation it has a bias, too, and both are compiled by torch. triton: a layer of Triton kernels is a peer.
+    With an activation it has a bias, too, and both are compiled by torch.
     """
     per_row = round(EIGHTH * CUBE / bk)
     problem = Problem("layer", CUBE, tokens, CUBE, (bm, bk), per_row * bk / CUBE, epilogue=activation, products=3)
@@ -120,33 +117,24 @@ def layer(
             return step(lambda x, w, b: torch.nn.functional.gelu(linear(x, w, b)), weight, bias)
         return step(linear, weight)
 
-    def of_triton() -> Call:
-        W, (x, dy) = of_rows(CUBE, CUBE, (bm, bk), per_row), shared()
-        values = (W.values * CUBE**-0.5).requires_grad_()
-        return training.fastest_layer(lambda apply: step(apply, values), x, dy, W, values)
-
     against = COMPILED if activation else LAYER
     name = f"layer {bm}x{bk}, {EIGHTH}, forward and backward" + (f", bias+{activation}, compiled" if activation else "")
-    others = [Candidate(against, problem.flops, dense)]
-    if triton:
-        others.append(Candidate(training.TRITON_LAYER, problem.flops, of_triton))
-    return Case("training", name, problem, ours, others, against, asked)
+    return Case("training", name, problem, ours, [Candidate(against, problem.flops, dense)], against, asked)
 
 
 def training_cases(mode: str) -> Iterator[Case]:
-    """Rows of 8192 tokens, features and outputs, and those of models. "quick" has few Triton peers, which compile."""
-    full = mode == "full"
+    """Rows of 8192 tokens, features and outputs, and those of models."""
     for block, asked in (((128, 128), 0.82), ((64, 64), 0.55), ((32, 32), 0.3)):
-        yield sampled(*block, asked, triton=mode if full or block == (128, 128) else "")
+        yield sampled(*block, asked)
     for block, asked in (((128, 128), 0.9), ((64, 64), 0.7), ((32, 32), 0.4)):
-        yield transposed(*block, asked, triton=mode if full or block == (128, 128) else "")
-    yield layer(128, 128, 6.3, triton=True)
-    yield layer(64, 64, 4.5, triton=full)
+        yield transposed(*block, asked)
+    yield layer(128, 128, 6.3)
+    yield layer(64, 64, 4.5)
     yield layer(128, 128, 6.0, activation="gelu")
     yield from model_cases(mode)
-    if full:
+    if mode == "full":
         yield sampled(128, 128, accumulate=True)
-        yield sampled(16, 16, triton=mode)
-        yield transposed(16, 16, triton=mode)
-        yield layer(32, 32, triton=True)
+        yield sampled(16, 16)
+        yield transposed(16, 16)
+        yield layer(32, 32)
         yield layer(256, 64)

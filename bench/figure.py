@@ -1,8 +1,6 @@
-"""The house style of figures: a canvas with title and caption, names beside the lines that they name, density axes."""
+"""Style of figures: a canvas with title and caption, a legend beside the axes, density axes."""
 
 from collections.abc import Sequence
-
-import numpy as np
 
 try:
     from matplotlib import rc_context
@@ -50,33 +48,9 @@ def canvas(title: str, note: str, runs: Sequence[dict], width: float = 8.4) -> t
     return figure, figure.subplots()
 
 
-def spread(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Positions at least `gap` apart, in the same order, as near to the wanted ones as least squares gets them.
-
-    They stay within `low` and `high` if there is room, else they begin at `low`.
-    """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    pools: list[list[float]] = []  # isotonic regression of wanted - rank * gap: neighbours that collide share a mean
-    for rank, i in enumerate(order):
-        pools.append([wanted[i] - rank * gap])
-        while len(pools) > 1 and np.mean(pools[-2]) >= np.mean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    levels = [float(np.mean(pool)) for pool in pools for _ in pool]
-    highest = high - gap * (len(wanted) - 1)
-    placed = {i: max(low, min(levels[rank], highest)) + rank * gap for rank, i in enumerate(order)}
-    return [placed[i] for i in range(len(wanted))]
-
-
-def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.052) -> None:
-    """Name lines right of the axes, each near the height of its end (x, y, text, colour), apart from one another.
-
-    The limits of the axes must be final.
-    """
-    to_axes = ax.transData + ax.transAxes.inverted()
-    points = [to_axes.transform((x, y)) for x, y, _, _ in ends]
-    for (x, y), height, (_, _, text, colour) in zip(points, spread([y for _, y in points], gap), ends):
-        ax.plot((x, 1.0, 1.03), (y, y, height), transform=ax.transAxes, color=colour, lw=0.7, alpha=0.5, clip_on=False)
-        ax.text(1.04, height, text, transform=ax.transAxes, color=colour, va="center", fontsize=9)
+def legend(ax: Axes) -> None:
+    """Name the lines to the right of the axes."""
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, handletextpad=0.3)
 
 
 def percent(density: float) -> str:

@@ -13,7 +13,7 @@ from cute_kernels.reference import of_elements
 from sparse_collective import BsrMatrix
 from tests.reference import truth
 
-from .peers import SEMI_STRUCTURED, Call, Operands, made, peer, verified
+from .peers import SEMI_STRUCTURED, Call, Operands, made, peer
 from .peers_attention import Attention
 
 SCALED_MM = "torch._scaled_mm"
@@ -94,55 +94,6 @@ class ScaledSparse(Operands):
         return self.rows, truth(a.to_dense()[self.rows].double(), (x.double() * scale.double()).t())
 
     with_error = Scaled.with_error
-
-
-class ScaledExperts:
-    """bsr_grouped_linear of experts with a scale for each stored block, and of the same in bfloat16.
-
-    Args:
-        expert: a function that makes an expert's (M, K) BsrMatrix of wide numbers.
-        x: a function that makes (T, K) wide numbers, which get a scale for each row; each expert has equally many rows.
-        experts, run: how many experts there are, and rows in a run.
-    """
-
-    def __init__(self, expert: Callable, x: Callable, experts: int, run: int) -> None:
-        self._expert, self._x, self.experts, self.run = expert, x, experts, run
-
-    @cached_property
-    def wide(self) -> tuple[BsrMatrix, Tensor]:
-        """(W, x) of bfloat16: the dequantised numbers, rounded."""
-        W, x, scale = self.quantised
-        return W.to(torch.bfloat16), (x.float() * scale).to(torch.bfloat16)
-
-    @cached_property
-    def quantised(self) -> tuple[BsrMatrix, Tensor, Tensor]:
-        """(W, x, its scales (T, 1))."""
-        W = BsrMatrix.stack([self._expert() for _ in range(self.experts)])
-        return W.quantize(per="block"), *quantize(self._x(), per="row")
-
-    @cached_property
-    def groups(self) -> Tensor:
-        x = self.quantised[1]
-        numbers = torch.arange(self.experts, dtype=torch.int32, device=x.device)
-        return numbers.repeat_interleave(len(x) // self.experts // self.run)
-
-    @cached_property
-    def sample(self) -> tuple[Tensor, Tensor]:
-        """(rows, reference): some tokens' rows of the output, and what they must be, in fp32."""
-        W, x, scale = self.quantised
-        share, found = len(x) // self.experts, []
-        rows = torch.linspace(0, len(x) - 1, min(len(x), 8 * self.experts), dtype=torch.float64).long()
-        for number, item in enumerate(W.unbind()):
-            of_item = rows[rows // share == number].to(x.device)
-            found.append((x[of_item].double() * scale[of_item].double()) @ item.to_dense().double().t())
-        return rows.to(x.device), torch.cat(found).float()
-
-    def verified(self, call: Call) -> Call:
-        return verified(replace(call, note=self._error(call)), lambda: self.sample)
-
-    def _error(self, call: Call) -> str:
-        rows, exact = self.sample
-        return f"error {shown(errors(call()[rows], exact.double()))}"
 
 
 class CachedAttention(Attention):

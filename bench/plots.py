@@ -4,6 +4,7 @@ speedup-density.png   speed-up over the dense product of the whole matrix, and w
 roofline.png          every row under the ceilings that were measured
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from math import atan, degrees, exp, log
@@ -11,38 +12,28 @@ from pathlib import Path
 
 import numpy as np
 
-from .figure import DASHES, DENSE, FAINT, INK, SHADE, Figure, canvas, density_axis, label_ends, series, styled
+from .figure import DASHES, DENSE, FAINT, INK, SHADE, Figure, canvas, density_axis, legend, series, styled
 from .peers import CUBLAS
-from .record import load
 from .rows import OURS
 
 FILES = ("gemm", "block-sparse")
 
 
-def draw(folder: Path, out: Path | None = None) -> list[Path]:
-    """Draw what the result files of a folder have data for.
-
-    Args:
-        folder: holds gemm.json, block-sparse.json, or both.
-        out: where the figures go; beside the files if None.
-
-    Returns:
-        The figures that were written. One without data is left out, and its file, if there is one, left alone.
+def draw(folder: Path) -> list[Path]:
+    """Draw what the result files of a folder have data for, beside them.
 
     Raises:
-        FileNotFoundError: the folder holds none of the files.
-        ValueError: one of them is no result file.
+        FileNotFoundError: the folder has neither gemm.json nor block-sparse.json.
     """
-    folder, out = Path(folder), Path(out or folder)
-    runs = {name: load(folder / f"{name}.json") for name in FILES if (folder / f"{name}.json").exists()}
+    files = {name: folder / f"{name}.json" for name in FILES}
+    runs = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     if not runs:
         raise FileNotFoundError(f"{folder} has none of {', '.join(f'{name}.json' for name in FILES)}")
     drawn = []
     with styled():
         for make in (speedup_density, roofline):
             if (figure := make(runs)) is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                drawn.append(out / f"{make.__name__.replace('_', '-')}.png")
+                drawn.append(folder / f"{make.__name__.replace('_', '-')}.png")
                 figure.savefig(drawn[-1])
     return drawn
 
@@ -78,7 +69,7 @@ def is_plain(row: dict) -> bool:
 
 
 def by_block(run: dict) -> dict:
-    """The block-sparse rows of each block shape that has two densities or more, by density; larger blocks first."""
+    """The rows of each block shape that has two densities or more, by density; larger blocks first."""
     shapes = defaultdict(list)
     for row in sorted(filter(is_plain, run["rows"]), key=lambda row: row["problem"]["density"]):
         if row["problem"]["op"] == "bsr_matmul":
@@ -99,12 +90,6 @@ def break_even(points: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
-def size_of(lines: dict) -> str:
-    """M × N × K of the products, if they have one."""
-    sizes = {tuple(row["problem"][key] for key in "MNK") for rows in lines.values() for row in rows}
-    return f", {' × '.join(map(str, sizes.pop()))}" if len(sizes) == 1 else ""
-
-
 # -- the figures ---------------------------------------------------------------------------------------------
 
 
@@ -119,8 +104,8 @@ def speedup_density(runs: dict) -> Figure | None:
     curves = {shape: points for shape, points in curves.items() if len(points) > 1}
     if not curves:
         return None
-    note = "against cuBLAS's dense product of the whole matrix; dots: density at which the two take equally long"
-    figure, ax = canvas(f"Speed-up of block-sparse products, bf16{size_of(lines)}", note, [runs["block-sparse"]])
+    note = "over cuBLAS's dense GEMM of the whole matrix; in the legend: density at which the two take equally long"
+    figure, ax = canvas("Speed-up of block-sparse GEMMs, BF16", note, [runs["block-sparse"]])
     xs, ys = (np.array(values) for values in zip(*(point for points in curves.values() for point in points)))
     density_axis(ax, xs)
     low, high = min(*ys, 1.0), max(*ys, *(1 / xs))
@@ -133,16 +118,12 @@ def speedup_density(runs: dict) -> Figure | None:
     ax.axhspan(ax.get_ylim()[0], 1, color=SHADE, lw=0, zorder=0)
     ax.axhline(1, color=DENSE, lw=1.2)
     ideal = np.array([xs.min(), xs.max()])
-    ax.plot(ideal, 1 / ideal, color=FAINT, lw=1.2, ls=DASHES)
-    ends = [(ideal[1], 1 / ideal[1], "ideal: 1 / density", FAINT)]
+    ax.plot(ideal, 1 / ideal, color=FAINT, lw=1.2, ls=DASHES, label="ideal: 1 / density")
     for (shape, points), (colour, marker) in zip(curves.items(), series(len(curves))):
-        ax.plot(*zip(*points), color=colour, marker=marker, ms=4)
         even = break_even(points)
-        if even is not None:
-            ax.plot(even, 1.0, "o", ms=9, color=colour, mec="white", mew=1.5, zorder=5)
         name = "×".join(map(str, shape)) + ("" if even is None else f", even at {100 * even:.2g} %")
-        ends.append((*points[-1], name, colour))
-    label_ends(ax, ends)
+        ax.plot(*zip(*points), color=colour, marker=marker, ms=4, label=name)
+    legend(ax)
     return figure
 
 
@@ -162,7 +143,7 @@ def roofline(runs: dict) -> Figure | None:
     best = defaultdict(float)
     for name, value in (item for run in runs.values() for item in run["ceilings"].items()):
         best[name] = max(value, best[name])
-    copy, tensor, l2 = (best[name] for name in ("copy_tbs", "tensor_tflops", "l2_tbs"))
+    copy, tensor = best["copy_tbs"], best["tensor_tflops"]
     kinds = defaultdict(list)
     for row in (row for run in runs.values() for row in run["rows"] if timed(row, OURS)):
         kinds[kind(row)].append((row["problem"]["flops"] / row["problem"]["bytes"], rate(timed(row, OURS))))
@@ -196,8 +177,5 @@ def roofline(runs: dict) -> Figure | None:
     if copy:  # along its line, from where that begins
         slanted = {"rotation": degrees(atan(copy)), "transform_rotates_text": True, "rotation_mode": "anchor"}
         ax.text(left * 1.06, copy * left * 1.06 * 1.06, f"copy {copy:g} TB/s", color=INK, va="bottom", **slanted)
-    if l2:
-        why = "no line,\nfor this axis counts the bytes\nthat pass through device memory"
-        ax.plot([], [], ls="", label=f"\nL2 feed {l2:g} TB/s: {why}")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, handletextpad=0.3)
+    legend(ax)
     return figure

@@ -68,13 +68,13 @@ def commit() -> str:
         return ""
 
 
-def write(suite: str, rows: list, ceilings: dict, host: dict, folder: Path, mode: str, **more) -> Path:
+def write(suite: str, rows: list, ceilings: dict, folder: Path, mode: str, **more) -> Path:
     """Write <folder>/<card>/<suite>.json; `rows` are rows.Row, `mode` how they were measured: "quick" or "full".
 
     `more` is what else was found, under names of its own.
     """
     where = environment()
-    data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings, "host_us": host}
+    data = {"suite": suite, "mode": mode, "environment": where, "ceilings": ceilings}
     return save(folder, where["card"], suite, data | more | {"rows": [row.as_dict() for row in rows]})
 
 
@@ -94,18 +94,3 @@ def save(folder: Path, card: str, name: str, data: dict) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path
-
-
-def load(path: Path) -> dict:
-    """A result file as `write` makes them.
-
-    Raises:
-        ValueError: it is something else, or no JSON.
-    """
-    try:
-        data = json.loads(Path(path).read_text())
-        if all("timings" in row and "problem" in row for row in data["rows"]) and "environment" in data:
-            return data | {"ceilings": data.get("ceilings") or {}}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} is no result file of `python -m bench gemm`, `block-sparse` or `attention`")

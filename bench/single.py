@@ -29,7 +29,7 @@ from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.nn import BsrLinear, SwiGLU
 
 from . import record
-from .cases_models import DenseSwiGLU
+from .cases_layers import DenseSwiGLU
 from .rows import OURS, reason
 from .table import grid, make_console
 from .timing import Flush, median

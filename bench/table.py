@@ -1,4 +1,4 @@
-"""The table of a run in a terminal: ours and every peer of each row, then the card's ceilings and the host's costs."""
+"""The table of a run in a terminal: ours and every peer of each row, then the card's ceilings."""
 
 from collections.abc import Sequence
 
@@ -31,12 +31,11 @@ def grid(texts: Sequence[str], numbers: Sequence[str] = (), **options) -> Table:
     return table
 
 
-def show(rows: Sequence[Row], ceilings: dict, host: dict, console: Console | None = None) -> None:
-    """Print the rows with all their peers, and a line each for the ceilings and the host's costs.
+def show(rows: Sequence[Row], ceilings: dict, console: Console | None = None) -> None:
+    """Print the rows with all their peers, and a line for the ceilings.
 
     Args:
         ceilings: {"copy_tbs", "l2_tbs", "tensor_tflops"}; any may be absent.
-        host: microseconds of host time of a call, by name; may be empty.
     """
     console = console or make_console()
     if rows:
@@ -45,8 +44,6 @@ def show(rows: Sequence[Row], ceilings: dict, host: dict, console: Console | Non
         console.print(Text(f"MISSED ({len(missed)} of {len(rows)}): {'; '.join(missed)}", style="bold red"))
     if found := [f"{name} {ceilings[key]:g} {unit}" for key, name, unit in CEILINGS if key in ceilings]:
         console.print(Text("measured ceilings: " + ", ".join(found)))
-    if host:
-        console.print(Text("host cost of a call: " + ", ".join(f"{name} {us:.2f} µs" for name, us in host.items())))
 
 
 def rows_table(rows: Sequence[Row]) -> Table:

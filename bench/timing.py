@@ -102,17 +102,3 @@ def spread(times: list[float]) -> dict:
     tenth = len(ordered) // 10
     figures = {"median_us": median(times), "p10": ordered[tenth], "p90": ordered[-1 - tenth]}
     return {name: round(value, 2) for name, value in figures.items()} | {"rounds": len(times)}
-
-
-def host_cost(call, calls: int = 2000) -> float:
-    """Microseconds of host time of one asynchronous call, the queue never full."""
-    for _ in range(50):
-        call()
-    best = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls // 10):
-            call()
-        best = min(best, (time.perf_counter() - start) / (calls // 10))
-    return best * 1e6

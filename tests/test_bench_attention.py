@@ -1,173 +1,304 @@
-"""The benchmark's attention suite on a CPU: what its cases are, their work, and a whole run of it on small shapes."""
+"""The benchmark's suites of attention and its gradients on a CPU: operands, work, peers, and whole runs, small.
 
-import io
+FlashAttention 4, FlexAttention and CUDA's backends are computed by the reference or by torch.
+"""
+
+import dataclasses
 import json
 import sys
 import types
 
 import pytest
 import torch
-from rich.console import Console
+import torch._functorch.config
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-from attention import reference
+from attention import attention, mask_mods, reference
 from bench import __main__ as command
 from bench import cases_attention as cases
-from bench import findings_attention as findings
-from bench import peers_attention as peers
-from bench import record, table, timing
-from bench.rows import FASTEST, OURS, Case, Row, Timing
+from bench import cases_attention_backward as backward
+from bench import findings, peers_attention, record, timing
+from bench import peers_attention_backward as peers_backward
+from bench.peers import Call, WrongResult, compare, verified
+from bench.peers_attention import Attention
+from bench.rows import OURS
+from cute_kernels.runtime.device import forced_path
 from sparse_collective import BsrMatrix
 
+FA4 = "flash_attn.cute.interface"
+SMALL = {
+    "packed": backward.TrainingProblem("attention", 1, 60, 60, 2, 2, 16, True, lengths=(25, 30, 5)),
+    "window, grouped": backward.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, (20, 0)),
+    "sinks": backward.TrainingProblem("attention", 1, 70, 70, 16, 2, 16, True, sinks=True),
+    "ALiBi": backward.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, alibi=True),
+}
 
-def by_name(mode="quick") -> dict[str, Case]:
-    return {case.name: case for case in cases.attention_cases(mode)}
-
-
-def row(name: str, ratio: float, asked=None, peers_at=(1.0,), against=FASTEST) -> Row:
-    """A row at `ratio` of the fastest peer; peers have these shares of its rate."""
-    p = cases.dense_problem((1, 1024, 8, 64))
-    others = [Timing(f"peer {i}", p.flops, [100.0 / share] * 5) for i, share in enumerate(peers_at)]
-    return Row("attention", name, p, Timing(OURS, p.flops, [100.0 / ratio] * 5), others, against, asked, "sm_90")
-
-
-# -- cases ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["quick", "full"])
-def test_cases_are_what_is_asked(mode):
-    found = list(cases.attention_cases(mode))
-    assert len(found) == len({case.name for case in found}) == 50
-    for case in found:
-        names = [peer.name for peer in case.peers]
-        assert len(set(names)) == len(names) and (case.against in names or case.against == FASTEST)
-        assert case.asked is not None and case.problem.flops > 0 and case.problem.bytes > 0
-        assert case.patches_dsl == (peers.FA4 in names)
-    flex = [case.name for case in found if peers.FLEX in [peer.name for peer in case.peers]]
-    assert len([name for name in flex if name.startswith("forward")]) == (18 if mode == "full" else 2)
-    assert findings.EIGHTH in by_name()
-    parser = command.parser()
-    assert [parser.parse_args([name]).suites for name in ("attention", "all")] == [("attention",), command.PRODUCTS]
-    held = [case for case in found if cases.OUR_KEPT in [peer.name for peer in case.peers]]
-    assert len(held) == 8 and sum(case.name.endswith(cases.FLEX_MASK) for case in held) == 6
-    for case in held:
-        base = by_name(mode)[case.name.rpartition(", ")[0]]
-        assert (case.against, case.asked, case.problem) == (base.against, base.asked, base.problem)
-        assert [peer.name for peer in case.peers] == [cases.OUR_KEPT, case.against]
+# -- work and operands ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries, keys", [(40, 40), (1, 40), (24, 40), (40, 24)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, (9, 0), (3, 4), (None, 5), (7, None)])
-def test_pairs_are_those_that_are_seen(queries, keys, causal, window):
+def test_work_and_masks_are_those_of_the_reference(queries, keys, causal, window):
+    """Pairs, sampled queries, whole output and FlexAttention's mask, with grouped heads."""
     p = cases.AttentionProblem("attention", 2, queries, keys, 4, 2, 32, causal, window)
     x = cases.operands(p, device="cpu")
     seen = int(x.kept(torch.arange(queries)).sum())
     assert p.pairs == seen and p.flops == 4 * seen * 32 * 4 * 2
     assert p.kv_bytes == 2 * (x.k.numel() + x.v.numel()) and p.bytes == p.kv_bytes + 2 * 2 * x.q.numel()
+    must = reference.attention(*(t.double() for t in x.heads_first), causal=causal, window_size=window).transpose(1, 2)
+    torch.testing.assert_close(x.exact(), must, rtol=1e-6, atol=1e-6)
+    index, sampled = x.sample
+    torch.testing.assert_close(sampled.double(), must[index], rtol=1e-4, atol=1e-5)
+    assert x.bounds == mask_mods.window_bounds(window, causal)
+    if (mask := peers_attention.flex_mask(x)) is not None:
+        zero = torch.zeros((), dtype=torch.int32)
+        found = mask.mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys))
+        assert torch.equal(found.expand(queries, keys), x.kept(torch.arange(queries)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_queries_of_blocks(monkeypatch):
+    """Sample, whole output, lists of blocks, and FlexAttention, uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(peers_attention, "compiled", peers_attention.compiled.__wrapped__)
+    mask = torch.rand(4, 4) < 0.4
+    mask[1] = False  # queries that see nothing
+    q = torch.randn(2, 128, 4, 32, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 128, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+    x = Attention(q, k, v, blocks=mask, block_size=(32, 32))
+    index, sampled = x.sample
+    torch.testing.assert_close(sampled, x.exact()[index].float(), rtol=1e-4, atol=1e-4)
+    seen = mask.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    wide = (t.double() for t in x.heads_first)
+    must = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).nan_to_num(0.0)
+    torch.testing.assert_close(x.exact(), must.transpose(1, 2))
+    compare(peers_attention.flex_attention(x, 1.0).setup()()[index], sampled)
+    counts, indices = x.kept_blocks()
+    for row, (count, index) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
+        assert index[:count].tolist() == mask[row].nonzero().flatten().tolist()
 
 
 def test_work_of_blocks_and_of_the_copy():
-    found = by_name()
-    eighth, dense = found[cases.EIGHTH].problem, cases.dense_problem(cases.SPARSE)
-    assert eighth.density == 1 / 8 and eighth.flops == dense.flops / 8
+    found = {case.name: case for case in cases.attention_cases("quick")}
+    assert found[cases.EIGHTH].problem.flops == cases.dense_problem(cases.SPARSE).flops / 8
     case = found["decoding B8, 16k keys, 32/8 heads D128"]
-    assert case.problem.kv_bytes == 2 * 2 * 8 * 16384 * 8 * 128
     (copy,) = (peer for peer in case.peers if peer.name == cases.COPY)
     us = case.problem.kv_bytes / 4.25e6  # at 4.25 TB/s
-    rate = copy.flops / (2 * cases.ceilings.COPY_BYTES / 4.25e6)
-    assert case.problem.flops / us == pytest.approx(rate)
+    assert case.problem.flops / us == pytest.approx(copy.flops / (2 * cases.ceilings.COPY_BYTES / 4.25e6))
 
 
-# -- a whole run ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SMALL)
+def test_work_of_gradients(name):
+    p = SMALL[name]
+    x = backward.operands(p, device="cpu")
+    seen = int(x.kept(torch.arange(p.queries)).sum())
+    assert p.pairs == seen and p.flops == 2.5 * 4 * seen * p.head_dim * p.heads * p.batch
+
+
+# -- results are compared ---------------------------------------------------------------------------------------
+
+
+def test_each_query_is_compared_by_itself():
+    """The first query sees one key, and its output outweighs all others."""
+    x = Attention(*(torch.randn(1, 2048, 2, 32) for _ in range(3)), True)
+    wrong = x.exact().float()
+    wrong[:, 1024:] *= 1.03
+    verified(wrong.clone, lambda: x.sample)
+    with pytest.raises(WrongResult, match="but not where queries see few keys"):
+        x.verified(wrong.clone)
+    x.verified(lambda: x.exact().float())
+
+
+@pytest.mark.parametrize("what", backward.PRODUCTS)
+@pytest.mark.parametrize("name", SMALL)
+def test_calls_of_ours_are_right(name, what):
+    x = backward.operands(dataclasses.replace(SMALL[name], what=what), device="cpu")
+    call, _ = backward.ours_of(x)
+    assert len(call()) == (1 if what == peers_backward.FORWARD else len(x.leaves))
+    if name == "ALiBi":
+        call, _ = backward.ours_of(backward.sharing(x))
+        with pytest.raises(WrongResult):
+            x.verified(call)
+
+
+def test_a_wrong_gradient_is_found():
+    """A wrong tile in rows whose gradients are small, a lost one, and memory that is left unwritten."""
+    x = backward.operands(backward.dense_problem((1, 300, 2, 16), True), device="cpu")
+    for place, rows, factor in ((0, slice(256, 300), 1.3), (1, slice(256, 300), 0.0), (2, slice(0, 20), 0.5)):
+        call = peers_backward.timed(x, lambda: attention(*x.heads_first, causal=True).transpose(1, 2))
+
+        def run(place=place, rows=rows, factor=factor, call=call):
+            found = list(call())
+            found[place] = found[place].clone()
+            found[place][:, rows] *= factor
+            return tuple(found)
+
+        with pytest.raises(WrongResult, match=("dq", "dk", "dv")[place]):
+            x.verified(Call(run))
+        x.verified(call)
+    unwritten = tuple(torch.empty_like(t) for t in x.leaves)
+    with pytest.raises(WrongResult, match="dq"):
+        x.verified(Call(lambda: unwritten))
+
+
+def test_a_forced_path_is_backwards_too(monkeypatch):
+    """Backward runs in another thread where there is a GPU, unless autograd is told to stay."""
+    seen = []
+
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return attention(q, k, v)
+
+        @staticmethod
+        def backward(ctx, dout):
+            seen.append((forced_path(), torch._C._is_multithreading_enabled()))
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                return torch.autograd.grad(attention(*leaves), leaves, dout)
+
+    monkeypatch.setattr(backward, "attention", lambda q, k, v, **terms: Op.apply(q, k, v))
+    backward.ours_of(backward.operands(backward.dense_problem((1, 40, 2, 16)), device="cpu"), "sm_80")
+    assert set(seen) == {("sm_80", False)} and forced_path() is None
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------
+
+
+def fa4(q, k, v, causal=False, window_size=None, learnable_sink=None, block_sparse_tensors=None):
+    heads_first, mask = (t.transpose(1, 2) for t in (q, k, v)), None
+    if block_sparse_tensors is None:
+        out = attention(*heads_first, causal=causal, window_size=window_size, sinks=learnable_sink)
+    else:
+        mask = types.SimpleNamespace(**block_sparse_tensors)
+        lists = (mask.mask_block_cnt, mask.mask_block_idx, mask.full_block_cnt, mask.full_block_idx)
+        mask = reference.BlockMask(*lists, lengths=(q.shape[1], k.shape[1]), blocksize=mask.block_size, check=False)
+        out = reference.attention(*heads_first, block_mask=mask)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def varlen(q, k, v, *, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    return attention(q, k, v, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k), None
+
+
+def flex(q, k, v, *, block_mask, enable_gqa, kernel_options=None):
+    rows, cols = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    mask = None if block_mask is None else block_mask.mask_mod(0, 0, rows, cols)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+
+def interleaved(calls, *, warm_s, rounds):
+    for call in calls.values():
+        call()
+    return {name: [10.0 + i] * rounds for i, name in enumerate(calls)}
+
+
+FIRST = (2, 256, 2, 32)
+SHAPES = {
+    cases: {
+        "FIRST": FIRST, "SPARSE": (1, 1024, 1, 32), "SM_80": (FIRST,), "SHAPES": (FIRST, (1, 128, 2, 64)),
+        "SMALL": ((1, 64, 2, 32),), "WINDOW": ((1, 512, 2, 32), (100, 0)), "CACHE_HEADS": (4, 2, 32),
+        "CACHES": ((2, 512, 0.88),),
+    },
+    backward: {
+        "FIRST": FIRST, "SPARSE": (1, 1024, 1, 32), "SM_80": (FIRST,), "SHAPES": (FIRST, (1, 200, 2, 64)),
+        "QUICK": ((FIRST, True),), "DOCUMENTS": (100, 60, 40), "DOCUMENT_HEADS": (2, 32), "LONG": 256,
+        "WINDOW": (100, 0), "WINDOW_HEADS": (2, 32), "GPT_OSS": (4, 2, 32),
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Small shapes on the CPU; FlashAttention 4, FlexAttention and CUDA's backends computed by the reference."""
-
-    def fa4(q, k, v, causal=False, window_size=None, block_sparse_tensors=None):
-        heads_first, mask = (t.transpose(1, 2) for t in (q, k, v)), None
-        if block_sparse_tensors is not None:
-            mask = types.SimpleNamespace(**block_sparse_tensors)
-            lists = (mask.mask_block_cnt, mask.mask_block_idx, mask.full_block_cnt, mask.full_block_idx)
-            mask = reference.BlockMask(*lists, lengths=(q.shape[1], k.shape[1]), blocksize=mask.block_size, check=False)
-        out = reference.attention(*heads_first, causal=causal, window_size=window_size, block_mask=mask)
-        return out.transpose(1, 2).contiguous(), None
-
-    def flex(q, k, v, *, block_mask, enable_gqa, kernel_options):
-        seen = None if block_mask is None else block_mask.mask_mod
-        rows, cols = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-        mask = None if seen is None else seen(0, 0, rows, cols)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
-
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface", "flash_attn.cute.block_sparsity"):
+    """Small shapes on the CPU, peers computed by the reference, and times that are made up."""
+    for name in ("flash_attn", "flash_attn.cute", FA4, "flash_attn.cute.block_sparsity"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["flash_attn.cute.interface"].flash_attn_func = fa4
+    sys.modules[FA4].flash_attn_func, sys.modules[FA4].flash_attn_varlen_func = fa4, varlen
     sys.modules["flash_attn.cute.block_sparsity"].BlockSparseTensorsTorch = dict
-    monkeypatch.setattr(peers, "compiled", lambda key: flex)
-    monkeypatch.setattr(peers, "sdpa_kernel", lambda backend: torch.nn.attention.sdpa_kernel(SDPBackend.MATH))
-    real = cases.operands
-    for module in (cases, findings):
-        monkeypatch.setattr(module, "operands", lambda p, blocks=None, device="cpu": real(p, blocks, "cpu"))
-    first = (2, 256, 2, 32)
-    small = {"FIRST": first, "SPARSE": (1, 1024, 1, 32), "SM_80": (first,), "SHAPES": (first, (1, 128, 2, 64))}
-    small |= {"SMALL": ((1, 64, 2, 32),), "WINDOW": ((1, 512, 2, 32), (100, 0)), "CACHE_HEADS": (4, 2, 32)}
-    small |= {"CACHES": ((2, 512, 0.88),)}
-    for name, value in small.items():
-        monkeypatch.setattr(cases, name, value)
+    sdpa_kernel = peers_attention.sdpa_kernel
+    monkeypatch.setattr(peers_attention, "sdpa_kernel", lambda backend: sdpa_kernel(SDPBackend.MATH))
+    monkeypatch.setattr(peers_attention, "compiled", lambda key: flex)
+    monkeypatch.setattr(peers_backward, "compiled", lambda key, search: flex)
+    for module, shapes in SHAPES.items():
+        real = module.operands
+        monkeypatch.setattr(module, "operands", lambda p, blocks=None, device="", real=real: real(p, blocks, "cpu"))
+        for name, value in shapes.items():
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(findings, "ERRORS", (((1, 128, 2, 64), True),))
-
-    def interleaved(calls, *, warm_s, rounds):
-        for call in calls.values():
-            call()
-        return {name: [10.0 + i] * rounds for i, name in enumerate(calls)}
-
     for name in ("interleaved", "interleaved_graphs", "interleaved_bursts"):
         monkeypatch.setattr(timing, name, interleaved)
     monkeypatch.setattr(timing, "graphed", lambda call: call)
-    monkeypatch.setattr(command, "host_cost", lambda call: 7.0 if call() is not None else None)
     monkeypatch.setattr(command.ceilings, "measure", lambda rounds: {"copy_tbs": 4.25})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200", "date": "2026-12-02"})
+    with torch._functorch.config.patch(donated_buffer=True):
+        yield
 
 
-def test_a_run_measures_and_writes_everything(on_cpu, tmp_path, capsys):
-    """Ours is op by op the reference; every peer that a CPU has agrees with the truth before it gets a time."""
-    assert command.main(["--attention", "--rounds", "5", "--out", str(tmp_path)]) == 0
-    data = json.loads((tmp_path / "nvidia-h200" / "attention.json").read_text())
+def run(folder, suite: str, *options: str) -> tuple[int, dict]:
+    """(exit status, result file)"""
+    status = command.main([suite, "--rounds", "5", "--out", str(folder), *options])
+    return status, json.loads((folder / "nvidia-h200" / f"{suite}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("suite", "mode"),
+    [("attention", "--quick"), ("attention-backward", "--quick"), ("attention-backward", "--full")],
+)
+def test_a_run_measures_and_writes_everything(on_cpu, tmp_path, suite, mode):
+    """Every peer agrees with the truth before it gets a time."""
+    status, data = run(tmp_path, suite, mode)
     rows = {row["name"]: row for row in data["rows"]}
-    assert data["suite"] == "attention" and len(rows) == len(data["rows"])
+    assert status == 0 and data["suite"] == suite and len(rows) == len(data["rows"])
     for name, row in rows.items():
-        kinds = {t["name"]: t.get("error", "") for t in row["timings"]}
-        wrong = {n: e for n, e in kinds.items() if e and n != cases.COPY}
-        assert not wrong, f"{name}: {wrong}"
-        if cases.COPY not in kinds:
-            assert row["ratio"] is not None
-    assert rows["window 101, B1 S512 H2 D32 causal"]["problem"]["window"] == [100, 0]
-    assert {"ours, dense", "FlexAttention", "FA4"} < {t["name"] for t in rows[cases.EIGHTH]["timings"]}
-    assert set(data["host_us"]) >= {"attention", "torch SDPA"}
-    (errors,) = data["errors"]
-    assert set(errors["errors"]) == {OURS, peers.FLASH, peers.FA4}
-    assert all(0 < e["rms"] < e["max"] < 0.05 for e in errors["errors"].values())
-    names = [check["name"] for check in data["checks"]]
-    shares = [check for check in data["checks"] if check["name"].endswith("that of a kept BlockMask")]
-    assert len(shares) == 8 and all(check["value"] is not None for check in shares)
-    assert names[:2] == ["forward, geometric mean of 4", "forward, worst"] and any("our own dense" in n for n in names)
-    shown = capsys.readouterr().out
-    assert "Error against fp64" in shown and "host cost of a call, µs: 7.000, asked at most 8" in shown
+        errors = {t["name"]: t["error"] for t in row["timings"] if "error" in t and t["name"] != cases.COPY}
+        assert not errors, f"{name}: {errors}"
+        assert row["asked"] is not None and (row["ratio"] is not None or row["against"] == cases.COPY)
+    assert data["checks"] and all(check["value"] is not None for check in data["checks"])
+    if suite == "attention":
+        (errors,) = data["errors"]
+        assert set(errors["errors"]) == {OURS, peers_attention.FLASH, peers_attention.FA4}
+        assert all(0 < error["rms"] < error["max"] < 0.05 for error in errors["errors"].values())
+
+
+def test_rows_that_raise_say_so(on_cpu, monkeypatch, tmp_path):
+    """Ours fails its row and the run; a peer fails neither."""
+
+    def absent(*args, **terms):
+        raise RuntimeError("there is no kernel yet")
+
+    monkeypatch.setattr(backward, "block_sparse_attention", absent)
+    monkeypatch.setattr(sys.modules[FA4], "flash_attn_func", absent)
+    status, data = run(tmp_path, "attention-backward")
+    errors = {row["name"]: row["timings"][0].get("error") for row in data["rows"]}
+    assert status == 1 and {name for name in errors if errors[name]} == {n for n in errors if "block-sparse" in n}
+    (row,) = (row for row in data["rows"] if row["name"].startswith("backward"))
+    assert row["ratio"] is not None and {t["name"]: t.get("error") for t in row["timings"]}[peers_attention.FA4]
+
+
+@pytest.mark.parametrize("only", ["window", "errors"])
+def test_parts_of_a_run_write_nothing(on_cpu, tmp_path, capsys, only):
+    assert command.main(["--attention", "--only", only, "--out", str(tmp_path)]) == 0
+    assert not list(tmp_path.iterdir())
+    assert ("Error against" in capsys.readouterr().out) == (only == "errors")
 
 
 @pytest.mark.parametrize("held", cases.HELD)
 def test_masks_that_users_hold(on_cpu, monkeypatch, held):
     """Each call is given the object itself, the same one, and computes what a BlockMask does."""
     given, real = [], cases.block_sparse_attention
-    monkeypatch.setattr(
-        cases, "block_sparse_attention", lambda q, k, v, m, **more: given.append(m) or real(q, k, v, m, **more)
-    )
-    case = cases.sparse(128, 1 / 8, peers.FA4, 1.1, held=held)
+
+    def noted(q, k, v, mask, **terms):
+        given.append(mask)
+        return real(q, k, v, mask, **terms)
+
+    monkeypatch.setattr(cases, "block_sparse_attention", noted)
+    case = cases.sparse(128, 1 / 8, peers_attention.FA4, 1.1, held=held)
     call, _ = case.ours()
     kept = case.peers[0].setup()
     kinds = {cases.FLEX_MASK: FlexBlockMask, cases.BOOL_MASK: torch.Tensor, cases.BSR_MASK: BsrMatrix}
@@ -177,32 +308,10 @@ def test_masks_that_users_hold(on_cpu, monkeypatch, held):
     assert torch.equal(call(), kept()) and given[0] is first
 
 
-def test_rows_whose_op_raises_say_so(on_cpu, monkeypatch, tmp_path, capsys):
-    def absent(*args, **kwargs):
-        raise RuntimeError("there is no kernel yet")
-
-    monkeypatch.setattr(cases, "block_sparse_attention", absent)
-    assert command.main(["attention", "--rounds", "5", "--out", str(tmp_path)]) == 1
-    data = json.loads((tmp_path / "nvidia-h200" / "attention.json").read_text())
-    errors = {row["name"]: row["timings"][0].get("error") for row in data["rows"]}
-    assert {name for name, error in errors.items() if error} == {n for n in errors if n.startswith("block-sparse")}
-    assert errors[cases.EIGHTH] == "RuntimeError: there is no kernel yet"
-    shown = capsys.readouterr().out
-    assert "ours: RuntimeError: there is no kernel yet" in shown and f"FAILED {cases.EIGHTH}" in shown
-
-
-@pytest.mark.parametrize("only", ["window", "host", "errors"])
-def test_parts_of_a_run_write_nothing(on_cpu, tmp_path, capsys, only):
-    assert command.main(["--attention", "--only", only, "--out", str(tmp_path)]) == 0
-    assert not list(tmp_path.iterdir())
-    shown = capsys.readouterr().out
-    assert ("Error against" in shown) == (only == "errors") and ("torch SDPA" in shown) == (only == "host")
-
-
 def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
     """Its import changes CuTe DSL: compile_first must have met every configuration of ours before."""
-    ran, late = set(), []
-    real = cases.attention
+    ran, late, imported = set(), [], []
+    real, needs = cases.attention, peers_attention.needs
 
     def ours(q, k, v, **terms):
         key = q.shape[-1], terms["causal"], terms["window_size"]
@@ -212,9 +321,11 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
             late.append(key)
         return real(q, k, v, **terms)
 
-    imported = []
-    needs = peers.needs
-    monkeypatch.setattr(peers, "needs", lambda m, p: (imported.append(m) if "flash" in m else None, needs(m, p))[1])
+    def noted(module, package):
+        imported.extend([module] if "flash" in module else [])
+        return needs(module, package)
+
+    monkeypatch.setattr(peers_attention, "needs", noted)
     monkeypatch.setattr(cases, "attention", ours)
     args = command.parser().parse_args(["attention", "--only", "forward"])
     command.compile_first(args)
@@ -225,44 +336,12 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
     assert imported and not late
 
 
-# -- timing, checks and tables -------------------------------------------------------------------------------
-
-
 def test_bursts_take_turns_and_graphs_are_divided_by_their_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     order = []
-    calls = {
-        "a": lambda: order.append("a"),
-        "b": peers.Call(lambda: order.append("no"), bare=lambda: order.append("b")),
-    }
+    calls = {"a": lambda: order.append("a"), "b": Call(lambda: order.append("no"), bare=lambda: order.append("b"))}
     found = timing.interleaved_bursts(calls, warm_s=0.0, rounds=3)
     assert {name: len(times) for name, times in found.items()} == {"a": 3, "b": 3}
     assert "".join(order) == ("a" * timing.IN_BURST + "b" * timing.IN_BURST) * 3
     monkeypatch.setattr(timing, "interleaved", lambda calls, **_: {name: [40.0, 60.0] for name in calls})
     assert timing.interleaved_graphs({"a": None}) == {"a": [2.0, 3.0]}
-
-
-def test_the_fastest_peer_is_held_against():
-    found = row("forward x", 0.95, 0.93, (0.7, 1.0, 0.9))
-    assert found.ratio == pytest.approx(0.95) and found.rival.name == "peer 1" and "0.950 of peer 1" in found.line()
-    console = Console(width=170, record=True, file=io.StringIO())
-    table.show([found], {}, {}, console)
-    text = console.export_text()
-    assert "peer 1" in next(line for line in text.splitlines() if "forward x" in line) and "MISSED" not in text
-
-
-def test_checks():
-    rows = [row("forward a", 1.25), row("forward b", 0.8), row("small", 0.1)]
-    mean, worst = findings.checks(rows, {}, [])
-    assert mean.value == pytest.approx(1.0) and worst.value == pytest.approx(0.8) and not worst.ok
-    failed = by_name()["window 1024, B1 S16384 H16 D128 causal"].failed(ValueError("no"))
-    failed.name = "forward c"
-    assert [check.value for check in findings.checks([*rows, failed], {}, [])] == [None, None]
-    (host,) = findings.checks([], {"attention": 7.9, "torch SDPA": 16.0}, [])
-    assert host.ok and not findings.checks([], {"torch SDPA": 16.0}, [])[0].ok
-    entry = {"shape": "x", "rms": 1.0, "errors": {OURS: {"max": 2.0, "rms": 1.0}, peers.FLASH: {"error": "no"}}}
-    entry["errors"][peers.FA4] = {"max": 1.0, "rms": 1.0}
-    rms, largest = findings.checks([], {}, [entry])
-    assert rms.ok and not largest.ok and "at most 1.1" in str(largest)
-    entry["errors"][OURS] = {"error": "no"}
-    assert [check.value for check in findings.checks([], {}, [entry])] == [None, None]
