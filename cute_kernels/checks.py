@@ -154,14 +154,6 @@ def check_out_dtype(op: str, out, out_dtype, default, also: tuple = ()):
     return out_dtype
 
 
-def check_amax(op: str, amax, *others) -> None:
-    """amax, which is written before anything is read, is none of the other tensors of a call, and no leaf."""
-    if amax.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{op}: amax requires a gradient; pass amax.detach() or call it under torch.no_grad()")
-    if not amax.is_meta and any(other is not None and overlap(amax, other) for other in others):
-        raise ValueError(f"{op}: amax lies in another argument, and is written; pass a tensor of its own")
-
-
 def check_result(op: str, name: str, tensor, shape, dtype) -> None:
     """out and residual have exactly the result's shape and dtype; out must not overlap itself."""
     if tensor is None:

@@ -22,6 +22,7 @@ from .matmul.terms import (
     check_fast_accum,
     check_narrow,
     epilogue_program,
+    new_amax,
     scale_kind,
 )
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
@@ -71,7 +72,6 @@ def gemm(
     if residual is not None and beta == 0:
         residual = None  # see Terms.read
     if amax is not None:
-        checks.check_amax("gemm", amax, *tensors[:-1])  # the last is amax itself
         amax.zero_()
     if plan.function is None:
         given = Terms(
@@ -106,9 +106,9 @@ def without_kernel(plan: Plan, a, b, terms: Terms, out):
     return plan.new_out() if out is None else out
 
 
-def plan_gemm(a, b, *, out=None, out_dtype=None, **terms) -> Plan:
+def plan_gemm(a, b, *, out=None, out_dtype=None, return_amax=False, **terms) -> Plan:
     """The plan of the same call of gemm."""
-    return _plan(a, b, Terms(**terms), out, out_dtype)
+    return _plan(a, b, Terms(amax=new_amax("gemm", return_amax, a), **terms), out, out_dtype)
 
 
 def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:

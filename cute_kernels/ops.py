@@ -12,7 +12,7 @@ from torch import Tensor
 from . import eager
 from .checks import narrow, scaled, watched
 from .gradients import differentiable
-from .matmul.terms import epilogue_program
+from .matmul.terms import epilogue_program, new_amax
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import NeedsDispatcher, dispatched, hidden
 from .sparse24 import eager as sparse24
@@ -36,9 +36,9 @@ def gemm(
     use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
-    amax: Tensor | None = None,
+    return_amax: bool = False,
     precision: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
 
     S multiplies by the scales of float8 operands; of others it is nothing.
@@ -78,15 +78,15 @@ def gemm(
             rounded, as torch._scaled_mm does with scale_result on a GPU (on a CPU torch 2.13 divides by it). Whoever
             reads the output multiplies by its reciprocal. Numbers beyond dtype's range, and infinities, become its
             largest; NaN stays NaN.
-        amax: float32 of one element, of float8 outputs alone, which is written: the largest magnitude of the result
-            before scale_out and rounding; NaN if the result has one, 0 if it has no elements.
+        return_amax: True to return (out, amax), for float8 outputs alone: amax is float32 (1,), the largest magnitude
+            of the result before scale_out and rounding; NaN if the result has one, 0 if it has no elements.
         precision: of float32 operands alone, which kernels do not multiply without it. "tf32": both are rounded to
             TF32, 10 bits of mantissa. "3xtf32": each is the sum of two such numbers, and of their products the three
             larger are added up, which is nearly as exact as fp32 and three times the work; infinite operands give NaN.
             torch's own setting, torch.set_float32_matmul_precision, changes nothing.
 
     Returns:
-        (..., M, N), `out` if it was given.
+        (..., M, N), `out` if it was given; with return_amax (out, amax).
 
     CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
     of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
@@ -106,6 +106,7 @@ def gemm(
             Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
+    amax = None if return_amax is False else new_amax("gemm", return_amax, a)
     watches = out is None and watched(a, b, bias, residual)
     plain = epilogue is None and type(a) is not Sparse24 and type(b) is not Sparse24
     if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
@@ -115,16 +116,18 @@ def gemm(
             if watches:
                 sums = accumulation_dtype, precision
                 return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *sums)
-            return eager.gemm(
+            y = eager.gemm(
                 a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
                 use_fast_accum, accumulation_dtype, scale_out, amax, precision,
             )  # fmt: skip
+            return y if amax is None else (y, amax)
         except NeedsDispatcher:
             pass
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
     more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
     more |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
-    return _unusual(a, b, terms, more, watches)
+    y = _unusual(a, b, terms, more, watches)
+    return y if amax is None else (y, amax)
 
 
 def _unusual(a, b, terms: tuple, more: dict, watches: bool) -> Tensor:

@@ -27,6 +27,7 @@ from cute_kernels.matmul.terms import (
     check_fast_accum,
     check_narrow,
     epilogue_program,
+    new_amax,
     scale_kind,
 )
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
@@ -128,7 +129,6 @@ def call(
         planned = partial(_plan, op, W, b, given, out, expert_ids, out_dtype, chained)
         plan = _PLANS.checked(op, terms, tensors, out, planned, residual)
     if amax is not None:
-        checks.check_amax(op, amax, *W.indices, *tensors[:-1])  # the last is amax itself
         amax.zero_()
     if plan.function is None:
         if fused and plan.unfused:
@@ -549,16 +549,29 @@ def _view_of(name: str, t, linear: bool, plan: Plan):
 
 
 def plan_bsr_matmul(
-    W, b, *, bias=None, activation=None, residual=None, out=None, scale_b=None, out_dtype=None, **more
+    W,
+    b,
+    *,
+    bias=None,
+    activation=None,
+    residual=None,
+    out=None,
+    scale_b=None,
+    out_dtype=None,
+    return_amax=False,
+    **more,
 ) -> Plan:
     """The plan of the same call of bsr_matmul."""
-    terms = Terms(bias, activation, residual, scale_b=scale_b, **more)
+    amax = new_amax("bsr_matmul", return_amax, b)
+    terms = Terms(bias, activation, residual, scale_b=scale_b, amax=amax, **more)
     return _explained("bsr_matmul", W, b, terms, out, out_dtype=out_dtype)
 
 
-def plan_bsr_linear(x, W, *, bias=None, activation=None, out=None, scale_x=None, out_dtype=None, **more) -> Plan:
+def plan_bsr_linear(
+    x, W, *, bias=None, activation=None, out=None, scale_x=None, out_dtype=None, return_amax=False, **more
+) -> Plan:
     """The plan of the same call of bsr_linear."""
-    terms = Terms(bias, activation, scale_b=scale_x, **more)
+    terms = Terms(bias, activation, scale_b=scale_x, amax=new_amax("bsr_linear", return_amax, x), **more)
     return _explained("bsr_linear", W, x, terms, out, out_dtype=out_dtype)
 
 

@@ -14,7 +14,7 @@ from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
-from cute_kernels.matmul.terms import check_activation, epilogue_program
+from cute_kernels.matmul.terms import check_activation, epilogue_program, new_amax
 from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
@@ -42,9 +42,9 @@ def bsr_matmul(
     accumulation_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
-    amax: Tensor | None = None,
+    return_amax: bool = False,
     precision: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
     Args:
@@ -69,12 +69,12 @@ def bsr_matmul(
             small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
         out_dtype: bfloat16, float16 or float32; by default W's dtype, of float8 bfloat16. Also float8, without a
             residual, see cute_kernels.gemm. No gradient is computed with it.
-        scale_out, amax: of float8 outputs alone, see cute_kernels.gemm.
+        scale_out, return_amax: of float8 outputs alone, see cute_kernels.gemm.
         precision: "tf32" or "3xtf32", of float32 operands alone, see cute_kernels.gemm; without
             gradients.
 
     Returns:
-        (..., M, N), of a batch (L, M, N); `out` if it was given.
+        (..., M, N), of a batch (L, M, N); `out` if it was given. With return_amax (out, amax).
 
     W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
     Every element is summed in one order and written by one thread block: the bits are the same on every
@@ -92,10 +92,12 @@ def bsr_matmul(
     Raises as cute_kernels.gemm does, RuntimeError also where an argument requires a gradient beside out_dtype, a
     precision or a Bsr24.
     """
-    return called(
+    amax = None if return_amax is False else new_amax("bsr_matmul", return_amax, b)
+    y = called(
         "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, use_fast_accum,
         accumulation_dtype, out_dtype, scale_out, amax, precision,
     )  # fmt: skip
+    return y if amax is None else (y, amax)
 
 
 def bsr_linear(
@@ -111,29 +113,31 @@ def bsr_linear(
     accumulation_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
-    amax: Tensor | None = None,
+    return_amax: bool = False,
     precision: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
         x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
-        activation, out, epilogue, use_fast_accum, accumulation_dtype, out_dtype, scale_out, amax, precision: see
+        activation, out, epilogue, use_fast_accum, accumulation_dtype, out_dtype, scale_out, return_amax, precision: see
             bsr_matmul.
         scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
     Returns:
-        (..., M), of a batch (L, N, M); `out` if it was given.
+        (..., M), of a batch (L, N, M); `out` if it was given. With return_amax (out, amax).
 
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
-    return called(
+    amax = None if return_amax is False else new_amax("bsr_linear", return_amax, x)
+    y = called(
         "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, use_fast_accum,
         accumulation_dtype, out_dtype, scale_out, amax, precision,
     )  # fmt: skip
+    return y if amax is None else (y, amax)
 
 
 def bsr_gated_linear(

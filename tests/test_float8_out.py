@@ -55,10 +55,10 @@ def assert_rounded(out, exact, scale: float, slack: float = 0.0):
 
 
 def check(call, exact, *, out, scale=1.5, slack=1e-4):
-    """call(out=, scale_out=, amax=) against the fp64 result before the scale."""
-    amax = torch.full((1,), -3.0, device=out.device)
+    """call(out=, scale_out=, return_amax=) against the fp64 result before the scale."""
     given = None if scale is None else torch.tensor(scale, device=out.device)
-    assert call(out=out, scale_out=given, amax=amax) is out
+    found, amax = call(out=out, scale_out=given, return_amax=True)
+    assert found is out and amax.shape == (1,) and amax.dtype == FP32 and amax.device == out.device
     slack = slack * exact.abs().max().item()
     assert_rounded(out, exact, 1.0 if scale is None else scale, slack)
     assert abs(amax.item() - exact.abs().max().item()) <= 2 * slack
@@ -122,47 +122,53 @@ def test_batches_and_out_dtype_of_block_sparse_products(place):
     assert_rounded(y, bsr_linear(x, W, out_dtype=FP32), 1.0, 1e-3)
     assert bsr_matmul(W, x.mT, out_dtype=FP32).dtype == FP32
     a, b = numbers(3, 40, 64, device=place), numbers(3, 72, 64, device=place).mT
-    amax = torch.zeros((), device=place)
-    assert_rounded(gemm(a, b, out_dtype=E4M3, amax=amax), a.double() @ b.double(), 1.0, 0.1)
+    y, amax = gemm(a, b, out_dtype=E4M3, return_amax=True)
+    assert_rounded(y, a.double() @ b.double(), 1.0, 0.1)
     assert abs(amax.item() - (a.double() @ b.double()).abs().max().item()) < 0.1
 
 
 def test_what_saturates_and_what_is_nan(place):
     a, b = torch.zeros(40, 64, device=place).to(BF16), torch.zeros(64, 48, device=place).to(BF16)
-    bias, amax = torch.zeros(48, device=place), torch.zeros(1, device=place)
+    bias, two = torch.zeros(48, device=place), torch.full((1,), 2.0, device=place)
+
+    def call(bias, dtype=E4M3, **terms):
+        out, amax = gemm(a, b, bias=bias, out_dtype=dtype, return_amax=True, **terms)
+        return out.to(FP32), amax
+
     bias[:3] = torch.tensor([1e6, -2e6, 3.0])
     for dtype, top in ((E4M3, 448.0), (E5M2, 57344.0)):
-        out = gemm(a, b, bias=bias, out_dtype=dtype, amax=amax).to(FP32)
+        out, amax = call(bias, dtype)
         assert out[-1, :4].tolist() == [top, -top, 3.0, 0.0] and amax.item() == 2e6
     bias[2] = -math.inf
-    out = gemm(a, b, bias=bias, out_dtype=E4M3, scale_out=torch.full((1,), 2.0, device=place), amax=amax).to(FP32)
+    out, amax = call(bias, scale_out=two)
     assert out[-1, :4].tolist() == [448.0, -448.0, -448.0, 0.0] and amax.item() == math.inf
     bias[1] = math.nan
-    out = gemm(a, b, bias=bias, out_dtype=E4M3, amax=amax).to(FP32)
+    out, amax = call(bias)
     assert amax.isnan().all() and out[:, 1].isnan().all() and not out[:, 3:].any() and out[0, 2] == -448
-    assert gemm(a, b, bias=bias.nan_to_num(0, 0, 0), out_dtype=E4M3, amax=amax).shape == (40, 48) and amax == 1e6
+    out, amax = call(bias.nan_to_num(0, 0, 0))
+    assert out.shape == (40, 48) and amax == 1e6
 
 
 def test_bias_outside_of_the_result_is_not_in_amax(place):
     """Tiles reach past the last row and column, where terms are those of the last ones inside."""
     a, b = torch.zeros(33, 64, device=place).to(BF16), torch.zeros(64, 40, device=place).to(BF16)
-    amax, bias = torch.zeros(1, device=place), -torch.arange(40.0, device=place)
-    gemm(a, b, bias=bias, epilogue=lambda x: x + 39.0, out_dtype=E4M3, amax=amax)
+    bias = -torch.arange(40.0, device=place)
+    _, amax = gemm(a, b, bias=bias, epilogue=lambda x: x + 39.0, out_dtype=E4M3, return_amax=True)
     assert amax.item() == 39.0
 
 
 def test_empty_results(place):
-    amax = torch.ones(1, device=place)
-    assert gemm(*operands(0, 16, 32, device=place), out_dtype=E4M3, amax=amax).shape == (0, 16) and amax.item() == 0
-    out = gemm(*operands(16, 24, 0, device=place), bias=torch.full((24,), 2.0, device=place), out_dtype=E4M3, amax=amax)
+    terms = {"out_dtype": E4M3, "return_amax": True}
+    out, amax = gemm(*operands(0, 16, 32, device=place), **terms)
+    assert out.shape == (0, 16) and amax.item() == 0
+    out, amax = gemm(*operands(16, 24, 0, device=place), bias=torch.full((24,), 2.0, device=place), **terms)
     assert (out.to(FP32) == 2).all() and amax.item() == 2
 
 
-def test_amax_is_written_and_not_raised(device):
+def test_amax_of_two_calls(device):
     a, b = operands(32, 48, 64, device=device)
-    amax = torch.full((), 1e9, device=device)
-    for _ in range(2):
-        gemm(a, b, out_dtype=E4M3, amax=amax)
+    first, second = (gemm(a, b, out_dtype=E4M3, return_amax=True)[1] for _ in range(2))
+    for amax in (first, second):
         assert abs(amax.item() - (a.double() @ b.double()).abs().max().item()) < 0.1
 
 
@@ -173,11 +179,10 @@ def test_amax_is_written_and_not_raised(device):
     ("error", "words", "terms"),
     [
         (ValueError, "scale_out of an output of torch.bfloat16", {"scale_out": torch.ones(1)}),
-        (ValueError, "amax of an output of torch.float32", {"amax": torch.ones(1), "out_dtype": FP32}),
+        (ValueError, "return_amax of an output of torch.float32", {"return_amax": True, "out_dtype": FP32}),
         (TypeError, "scale_out must be a torch.Tensor, got float", {"scale_out": 2.0, "out_dtype": E4M3}),
-        (TypeError, "amax is torch.float64", {"amax": torch.ones(1).double(), "out_dtype": E4M3}),
+        (TypeError, "return_amax must be True or False, got 1", {"return_amax": 1, "out_dtype": E4M3}),
         (ValueError, r"scale_out has shape \(2,\); it must have one", {"scale_out": torch.ones(2), "out_dtype": E4M3}),
-        (ValueError, "amax is on meta", {"amax": torch.ones(1, device="meta"), "out_dtype": E4M3}),
         (ValueError, "a residual and an output of", {"residual": torch.ones(32, 24).to(E4M3), "out_dtype": E4M3}),
         (RuntimeError, "does not compute gradients", {"bias": torch.ones(24).requires_grad_(), "out_dtype": E4M3}),
     ],
@@ -192,16 +197,6 @@ def test_refusals(error, words, terms):
             terms = terms | {"bias": torch.ones(32).requires_grad_()}
         with pytest.raises(error, match=words):
             bsr_linear(x, W, **terms)
-
-
-def test_amax_in_another_argument():
-    a, b = operands(32, 24, 48)
-    both = torch.ones(2)
-    gemm(a, b, out_dtype=E4M3, scale_out=both[:1], amax=both[1:])
-    with pytest.raises(ValueError, match="amax lies in another argument"):
-        gemm(a, b, out_dtype=E4M3, scale_out=both[:1], amax=both[:1])
-    with pytest.raises(RuntimeError, match="amax requires a gradient|does not compute gradients"):
-        gemm(a, b, out_dtype=E4M3, amax=both[:1].clone().requires_grad_())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
@@ -230,13 +225,13 @@ def test_other_ops_have_no_such_outputs():
 def test_known_plans_are_not_confused(device):
     """Calls that differ in one thing, each of them after all others."""
     a, b = operands(64, 64, 64, device=device)
-    one, amax = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
+    one = torch.full((1,), 2.0, device=device)
     exact = a.double() @ b.double()
     for _ in range(2):
         for dtype in (E4M3, E5M2):
             assert_rounded(gemm(a, b, out_dtype=dtype), exact, 1.0, 0.1)
             assert_rounded(gemm(a, b, out_dtype=dtype, scale_out=one), exact, 2.0, 0.1)
-            assert_rounded(gemm(a, b, out_dtype=dtype, amax=amax), exact, 1.0, 0.1)
+            assert_rounded(gemm(a, b, out_dtype=dtype, return_amax=True)[0], exact, 1.0, 0.1)
         assert gemm(a, b).dtype == BF16
 
 
@@ -250,27 +245,27 @@ def test_compiled(place):
     W = random_bsr((128, 64), (64, 64), density=1.0, device=place).quantize()
     scale = torch.full((1,), 0.5, device=place)
 
-    def call(a, b, scale, amax, out=None):
-        y = gemm(a, b, activation="silu", out_dtype=E4M3, scale_out=scale, amax=amax[0], out=out)
-        z = bsr_linear(a, W, out_dtype=E4M3, amax=amax[1:])
-        return y.to(FP32) + amax[0], z.to(FP32) + bsr_linear(a, W, out_dtype=FP32)
+    def call(a, b, scale, out=None):
+        y, one = gemm(a, b, activation="silu", out_dtype=E4M3, scale_out=scale, out=out, return_amax=True)
+        z, two = bsr_linear(a, W, out_dtype=E4M3, return_amax=True)
+        return y.to(FP32) + one, z.to(FP32) + bsr_linear(a, W, out_dtype=FP32), one, two
 
     compiled_call = torch.compile(call, fullgraph=True, backend="aot_eager")
     for out in (None, unwritten(48, 80, device=place)):
-        one, two = torch.zeros(2, device=place), torch.zeros(2, device=place)
-        found, wanted = compiled_call(a, b, scale, one, out), call(a, b, scale, two)
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)) and torch.equal(one, two)
-        assert (one > 0).all()
+        found, wanted = compiled_call(a, b, scale, out), call(a, b, scale)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)) and all(t > 0 for t in found[2:])
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
-    ("words", "amax"),
-    [("amax is torch.float64", torch.zeros(1).double()), (r"amax has shape \(2,\); it must have one", torch.zeros(2))],
+    ("words", "terms"),
+    [
+        ("return_amax must be True or False, got 1", {"out_dtype": E4M3, "return_amax": 1}),
+        ("return_amax of an output of torch.float32", {"out_dtype": FP32, "return_amax": True}),
+    ],
 )
-def test_compiled_calls_refuse_the_same(words, amax):
+def test_compiled_calls_refuse_the_same(words, terms):
     W = random_bsr((128, 64), (64, 64), density=1.0).quantize()
-    terms = {"out_dtype": E4M3, "amax": amax}
     for call in (lambda a, b: gemm(a, b, **terms), lambda a, _: bsr_linear(a, W, **terms)):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=words):
@@ -342,9 +337,9 @@ def test_gemm_on_the_emulator(arch, case):
     a, b = (torch.randint(-3, 4, (n, 80)).float().to(dtype) for n in (150, 208))
     exact = terms.get("alpha", 1.0) * (a.double() @ b.double().t())
     exact = torch.relu(exact) if "activation" in terms else exact
-    out, amax = unwritten(150, 208, dtype=out_dtype, layout=layout), torch.zeros(1)
+    out = unwritten(150, 208, dtype=out_dtype, layout=layout)
     with on_emulator(arch, sms=3):
-        gemm(a, b.t(), out=out, scale_out=torch.tensor(0.75), amax=amax, **terms)
+        _, amax = gemm(a, b.t(), out=out, scale_out=torch.tensor(0.75), return_amax=True, **terms)
     top = torch.finfo(out_dtype).max
     assert torch.equal(out.to(FP32), (exact.float() * 0.75).clamp(-top, top).to(out_dtype).to(FP32))
     assert amax.item() == exact.abs().max().item()
@@ -360,10 +355,10 @@ def test_block_sparse_products_on_the_emulator(arch, tokens):
     x = torch.randint(-3, 4, (tokens, 256)).float().to(E4M3)
     exact = x.double() @ W.to(FP32).to_dense().double().T
     for op in (bsr_linear, bsr_matmul):
-        out, amax = unwritten(tokens, 192) if op is bsr_linear else unwritten(192, tokens), torch.zeros(1)
+        out = unwritten(tokens, 192) if op is bsr_linear else unwritten(192, tokens)
         with on_emulator(arch, sms=3):
             given = (x, W) if op is bsr_linear else (W, x.t())
-            op(*given, out=out, scale_out=torch.tensor(2.0), amax=amax)
+            _, amax = op(*given, out=out, scale_out=torch.tensor(2.0), return_amax=True)
         wanted = exact if op is bsr_linear else exact.T
         assert_rounded(out, wanted, 2.0, 1e-4)
         assert abs(amax.item() - exact.abs().max().item()) < 1e-3
@@ -394,8 +389,7 @@ def test_large_products(out_dtype, dtype, size, layout):
     outs, most = [], []
     for _ in range(2):
         outs.append(unwritten(M, N, dtype=out_dtype, device="cuda", layout=layout))
-        most.append(torch.zeros(1, device="cuda"))
-        gemm(a, b, out=outs[-1], amax=most[-1], **terms)
+        most.append(gemm(a, b, out=outs[-1], return_amax=True, **terms)[1])
     slack = 2e-3 * exact.abs().max().item()
     assert_rounded(outs[0], exact, 0.5, slack)
     assert abs(most[0].item() - exact.abs().max().item()) <= 2 * slack
@@ -405,11 +399,11 @@ def test_large_products(out_dtype, dtype, size, layout):
 @pytest.mark.gpu
 def test_in_a_graph():
     a, b = operands(256, 512, 384, device="cuda")
-    scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-    out = gemm(a, b, out_dtype=E4M3, scale_out=scale, amax=amax)
+    scale = torch.ones(1, device="cuda")
+    out = gemm(a, b, out_dtype=E4M3, scale_out=scale)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm(a, b, out=out, scale_out=scale, amax=amax)
+        _, amax = gemm(a, b, out=out, scale_out=scale, return_amax=True)
     for factor in (1.0, 0.25):
         a.copy_(numbers(256, 384, device="cuda"))
         scale.fill_(factor)

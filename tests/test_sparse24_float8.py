@@ -245,7 +245,7 @@ def refusals() -> list:
         (lambda: gemm(W, b, use_fast_accum=1), TypeError, "must be a bool"),
         (lambda: gemm(W, b, accumulation_dtype=FP16), ValueError, "add up in fp32"),
         (lambda: gemm(W, b, out_dtype=E4M3), TypeError, "output of torch.float8_e4m3fn"),
-        (lambda: gemm(W, b, amax=one), ValueError, "amax belong to float8 outputs"),
+        (lambda: gemm(W, b, return_amax=True), ValueError, "return_amax belong to float8 outputs"),
         (
             lambda: explain(gemm, Sparse24.from_dense(pruned(32, 252)), b[:252], arch="sm_89"),
             ValueError,

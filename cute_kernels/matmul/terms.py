@@ -181,20 +181,27 @@ def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.d
     """What goes with an output of 8-bit floats, and with no other.
 
     Raises:
-        TypeError: scale_out or amax is no tensor of torch.float32.
+        TypeError: scale_out is no tensor of torch.float32.
         ValueError: it has more than one element, or the output is of another dtype; or the output is of 8-bit floats,
             and there is a residual.
     """
-    for name, value in (("scale_out", terms.scale_out), ("amax", terms.amax)):
-        if value is None:
-            continue
-        check_one_number(op, name, value)
-        if out_dtype not in FLOAT8:
+    if terms.scale_out is not None:
+        check_one_number(op, "scale_out", terms.scale_out)
+    for name, value in (("scale_out", terms.scale_out), ("return_amax", terms.amax)):
+        if value is not None and out_dtype not in FLOAT8:
             raise ValueError(
                 f"{op}: {name} of an output of {out_dtype}: outputs of {FLOAT8_TEXT} have it; pass out_dtype="
             )
     if out_dtype in FLOAT8 and terms.residual is not None:
         raise ValueError(f"{op}: a residual and an output of {out_dtype}; add it to a product in {default} instead")
+
+
+def new_amax(op: str, return_amax, operand) -> torch.Tensor | None:
+    """Memory for the largest magnitude of a call's result, float32 (1,); None if it is not to be returned."""
+    if not isinstance(return_amax, bool):
+        raise TypeError(f"{op}: return_amax must be True or False, got {return_amax!r}")
+    device = getattr(operand, "device", None)  # of what is no tensor, which the call will name, there is none
+    return torch.empty(1, dtype=torch.float32, device=device) if return_amax else None
 
 
 def check_one_number(op: str, name: str, value) -> None:

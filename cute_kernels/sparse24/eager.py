@@ -101,7 +101,9 @@ def check_wide(scale_out, amax, precision=None) -> None:
     if precision is not None:
         raise ValueError(f"{OP}: precision belongs to float32 operands, which it does not have (leave it out)")
     if scale_out is not None or amax is not None:
-        raise ValueError(f"{OP}: scale_out and amax belong to float8 outputs, which it does not have; use quantize")
+        raise ValueError(
+            f"{OP}: scale_out and return_amax belong to float8 outputs, which it does not have; use quantize"
+        )
 
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
