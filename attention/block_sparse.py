@@ -24,6 +24,7 @@ from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
 from .plan import FlashPlan, launch, without_kernel
+from .positions import Offsets, check_offsets, lengths_at
 from .score_mod import bound
 from .sinks import check_sinks
 
@@ -42,11 +43,11 @@ class Derived(derived.Derived):
     def __init__(self):
         super().__init__()
         self._element = None, (None, ())
-        self._checked: set[tuple[int, int]] = set()
+        self._checked: set[tuple] = set()
 
-    def element(self, mask: BlockMask, batch: int, heads: int) -> tuple:
-        """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads; (None, ())
-        without one.
+    def element(self, mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
+        """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads, and positions
+        that begin at `offsets`; (None, ()) without one.
 
         Raises:
             NeedsDispatcher: it captures a tensor without memory of its own.
@@ -59,9 +60,9 @@ class Derived(derived.Derived):
             check_plain(OP, now.tensors)
             element = for_kernel(now)
             self._element, self._checked = (now, element), set()
-        if (batch, heads) not in self._checked:
-            check_extents(*element, batch, heads, mask.lengths)
-            self._checked.add((batch, heads))
+        if (batch, heads, offsets) not in self._checked:
+            check_extents(*element, batch, heads, lengths_at(mask.lengths, offsets))
+            self._checked.add((batch, heads, offsets))
         return element
 
     def latest(self) -> Traced | None:
@@ -179,7 +180,7 @@ def _converted(q, k, block_mask) -> BlockMask:
 
 def launch_blocks(
     q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None, scales=(None,) * 3,
-    fast: bool = False,
+    fast: bool = False, q_offset: int | None = None, k_offset: int | None = None,
 ) -> tuple:  # fmt: skip
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for.
 
@@ -189,13 +190,14 @@ def launch_blocks(
     try:
         if causal:  # whose bound may be a number that the kernel reads, or a constant
             masked = with_causal(mask)
-        element, reads = Derived.of(masked).element(masked, *q.shape[:2])
+        offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
+        element, reads = Derived.of(masked).element(masked, *q.shape[:2], offsets)
         terms = (
-            causal, softcap, scale, return_lse, forced_path(), out is None,
+            causal, softcap, scale, return_lse, forced_path(), out is None, offsets,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
             None if score is None else score.mod, sinks is None, *(s is None for s in scales), fast,
         )  # fmt: skip
-    except (AttributeError, IndexError, TypeError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         terms = None  # the checks will say what is wrong
     tensors = q, k, v
     if out is not None:
@@ -209,7 +211,7 @@ def launch_blocks(
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
         more |= {"sinks": sinks, "score_mod": score} | dict(zip(float8.SCALES, scales, strict=True))
-        more["use_fast_accum"] = fast
+        more |= {"use_fast_accum": fast, "q_offset": q_offset, "k_offset": k_offset}
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
         return without_kernel(plan, None, out, sinks)  # nothing to compute
@@ -223,6 +225,7 @@ def launch_blocks(
 def plan_block_sparse(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
     deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
+    q_offset=None, k_offset=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_fast(OP, q, k, v, use_fast_accum)
@@ -240,26 +243,34 @@ def plan_block_sparse(
     plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out, out_dtype)
     checks.check_block_mask(OP, mask, q, k)
     window_bounds(None, causal)  # checks causal
+    offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
+    if causal and offsets is not None:
+        raise TypeError(
+            f"{OP}: causal=True is not supported with q_offset or k_offset; make the mask causal, "
+            "kv <= q in its mask_mod, which sees positions with the offsets added"
+        )
     score = bound(score_mod, q.device)
     if score is not None:
-        checks.check_score(OP, score, q.shape[:2], mask.lengths, softcap)
+        checks.check_score(OP, score, q.shape[:2], lengths_at(mask.lengths, offsets), softcap)
+    elif mask.mask_mod is None:
+        offsets = None  # nothing depends on positions
     if not plan.empty and planning.has_kernel(q):
         choose = None
         if out_dtype is not None:
             choose = float8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose)
+        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose, offsets)
     return plan
 
 
 def _plan_kernel(
-    plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score, choose
+    plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score, choose, offsets
 ) -> None:
     """Fill in the kernel of a plan whose arguments are right."""
     masked = with_causal(mask) if causal else mask
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
-    terms |= {"sinks": sinks, "choose": choose}
-    element, _ = Derived.of(masked).element(masked, *q.shape[:2])
+    terms |= {"sinks": sinks, "choose": choose, "offsets": offsets}
+    element, _ = Derived.of(masked).element(masked, *q.shape[:2], offsets)
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m
     l2_heads = heads_in_l2(k.shape[2], plan.facts.kv_row_bytes)

@@ -19,6 +19,7 @@ from .decode import choose as decode
 from .masks.mask_mods import window_bounds
 from .packed import attention_packed, plan_packed
 from .plan import FlashPlan, launch, without_kernel
+from .positions import check_offsets, lengths_at, refuse_offsets
 from .score_mod import bound
 from .sinks import check_sinks
 
@@ -28,26 +29,23 @@ _PLANS = PlanCache(operands=3)
 def attention(
     q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
+    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False, q_offset=None, k_offset=None,
 ):  # fmt: skip
     """See ops.attention. `deterministic` is backward's: forward is in any case."""
     if type(window_size) is list:
         window_size = tuple(window_size)
     score = None if score_mod is None else bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqused_k, page_table)
+        _check_one_form(seqused_k, page_table, q_offset, k_offset)
         terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score}
-        terms |= {
-            "return_lse": return_lse,
-            "out": out,
-            "scales": _scales_of_packed(q, k, v, q_descale, k_descale, v_descale),
-        }
+        scales = _scales_of_packed(q, k, v, q_descale, k_descale, v_descale)
+        terms |= {"return_lse": return_lse, "out": out, "scales": scales}
         terms["fast"] = use_fast_accum
         return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     terms = (
         causal, window_size, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
         out is None, seqused_k is None, page_table is None, None if score is None else score.mod, sinks is None,
-        q_descale is None, k_descale is None, v_descale is None, use_fast_accum,
+        q_descale is None, k_descale is None, v_descale is None, use_fast_accum, q_offset, k_offset,
     )  # fmt: skip
     tensors = (q, k, v) if out is None else (q, k, v, out)
     if seqused_k is not None or page_table is not None:
@@ -67,13 +65,15 @@ def attention(
     if plan is None:
         make = partial(
             plan_attention, q, k, v, causal=causal, window_size=window_size, softcap=softcap, scale=scale,
-            return_lse=return_lse, out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks,
-            score_mod=score, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            use_fast_accum=use_fast_accum,
+            return_lse=return_lse, out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, use_fast_accum=use_fast_accum,
+            q_offset=q_offset, k_offset=k_offset,
         )  # fmt: skip
         plan = _PLANS.checked("attention", terms, tensors, out, make)
     if plan.function is None:
         terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
+        if q_offset is not None or k_offset is not None:
+            terms |= {"q_offset": q_offset, "k_offset": k_offset}
         if seqused_k is not None:
             terms |= {"seqused_k": seqused_k, "page_table": page_table}
         if float8.serves(q, None):
@@ -103,6 +103,7 @@ def attention(
 def block_sparse_attention(
     q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
     deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
+    q_offset=None, k_offset=None,
 ):  # fmt: skip
     """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
     mask = as_block_mask(q, k, block_mask)
@@ -110,10 +111,12 @@ def block_sparse_attention(
     scales = q_descale, k_descale, v_descale
     if planning.has_kernel(q):
         out, lse = launch_blocks(
-            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, use_fast_accum
-        )
+            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, use_fast_accum,
+            q_offset, k_offset,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
+    terms |= {"q_offset": q_offset, "k_offset": k_offset}
     named = dict(zip(float8.SCALES, scales, strict=True))
     named["use_fast_accum"] = use_fast_accum
     captured = () if score is None else score.tensors
@@ -131,20 +134,17 @@ def block_sparse_attention(
 def plan_attention(
     q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
     cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
+    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False, q_offset=None, k_offset=None,
 ) -> FlashPlan:  # fmt: skip
     """Check a call's arguments and choose its kernel, without launching it."""
     checks.check_fast("attention", q, k, v, use_fast_accum)
     if score_mod is not None:
         score_mod = bound_to(score_mod, q)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqused_k, page_table)
+        _check_one_form(seqused_k, page_table, q_offset, k_offset)
         terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score_mod}
-        terms |= {
-            "return_lse": return_lse,
-            "out": out,
-            "scales": _scales_of_packed(q, k, v, q_descale, k_descale, v_descale),
-        }
+        scales = _scales_of_packed(q, k, v, q_descale, k_descale, v_descale)
+        terms |= {"return_lse": return_lse, "out": out, "scales": scales}
         terms["fast"] = use_fast_accum
         return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
     seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
@@ -156,17 +156,23 @@ def plan_attention(
     else:
         cache_checks.check_cache("attention", q, k, v, seqused_k, page_table, q_descale, k_descale, v_descale)
     check_sinks("attention", sinks, q)
+    if seqused_k is not None:
+        refuse_offsets("attention", "seqused_k", q_offset, k_offset)
     columns = cache_checks.capacity(k, page_table)
+    lengths = q.shape[2], columns
+    offsets = check_offsets("attention", q_offset, k_offset, *lengths)
     shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
     plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out, out_dtype)
     bounds = window_bounds(window_size, causal)
     if score_mod is not None:
-        checks.check_score("attention", score_mod, q.shape[:2], (q.shape[2], columns), softcap)
+        checks.check_score("attention", score_mod, q.shape[:2], lengths_at(lengths, offsets), softcap)
+    elif bounds == (None, None):
+        offsets = None  # nothing depends on positions
     if not plan.empty and planning.has_kernel(q):
 
         def choose(plan, facts, extents) -> bool:
             sms = extents.sms
-            if seqused_k is None and not decode.serves(q, k, sms):
+            if seqused_k is None and (offsets is not None or not decode.serves(q, k, sms)):
                 return decode.refuse_narrow(q, k)
             decode.use(plan, facts, q, k, seqused_k, page_table, bounds, sms, k_descale, v_descale)
             return True
@@ -176,6 +182,7 @@ def plan_attention(
 
         terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
         extents = q.shape[0] * q.shape[1], q.shape[2], columns
+        terms["offsets"] = offsets
         planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, score=score_mod, sinks=sinks)
     return plan
 
@@ -194,8 +201,9 @@ def _scales_of_packed(q, k, v, *scales) -> tuple | None:
     return None
 
 
-def _check_one_form(seqused_k, page_table) -> None:
-    """Packed sequences have no cache."""
+def _check_one_form(seqused_k, page_table, q_offset, k_offset) -> None:
+    """Packed sequences have no cache, and no offsets."""
+    refuse_offsets("attention", "cu_seqlens_q and cu_seqlens_k", q_offset, k_offset)
     if seqused_k is not None or page_table is not None:
         raise ValueError("attention: cu_seqlens and seqused_k are two forms; give one of them")
 

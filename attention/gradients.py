@@ -14,6 +14,7 @@ from . import eager, reference
 from .backward.eager import Terms, backward
 from .masks.mask_mods import window_bounds
 from .plan import gradient_of, has_kernel
+from .positions import check_offsets
 from .saved_mask import saved_mask
 
 
@@ -97,7 +98,7 @@ def _wide(q) -> torch.dtype:
 
 def gradients_of(
     q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window_size=None, softcap=None, scale=None,
-    deterministic=None, sinks=None, score_mod=None, sums=None,
+    deterministic=None, sinks=None, score_mod=None, sums=None, q_offset=None, k_offset=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
 
@@ -108,13 +109,18 @@ def gradients_of(
         return tuple(None if t is None else gradient_of(t).zero_() for t in (q, k, v, sinks))
     if dout is None:
         dout = torch.zeros_like(out)
+    offsets = None
+    if q_offset is not None or k_offset is not None:
+        offsets = check_offsets("attention", q_offset, k_offset, q.shape[2], k.shape[2])
     if not has_kernel(q):
         more = {"sinks": sinks} if score_mod is None else {"sinks": sinks, "score": score_mod, "sums": sums}
+        if offsets is not None:
+            more["offsets"] = offsets
         more |= {"bounds": window_bounds(window_size, causal), "softcap": softcap, "scale": scale}
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **more)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
-    terms = Terms(window_bounds(window_size, causal), softcap, scale, in_one_order(deterministic))
+    terms = Terms(window_bounds(window_size, causal), softcap, scale, in_one_order(deterministic), offsets=offsets)
     return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, sinks, score_mod, sums)
 
 

@@ -23,7 +23,7 @@ from .operands import autocast
 from .plan import FlashPlan
 from .score_mod import BoundScore, bound
 
-OPTIONS = "causal", "softcap", "scale", "deterministic"  # of both ops, which backward reads, too
+OPTIONS = "causal", "softcap", "scale", "deterministic", "q_offset", "k_offset"  # of both ops, read by backward
 Window = Sequence[int | None] | None  # (left, right)
 
 
@@ -49,6 +49,8 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     use_fast_accum: bool = False,
+    q_offset: int | None = None,
+    k_offset: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k.T) @ v, with masks, in one kernel that stores no scores (flash attention).
 
@@ -93,6 +95,12 @@ def attention(
             seqused_k for any number of queries, or without for few queries. Neither at head dimension 512.
         use_fast_accum: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
             errs by some percent; see usage.md. Not on the CPU.
+        q_offset, k_offset: positions of the first row of q, and of k and v, in a longer sequence of which these are
+            shards. Query i then attends to key j if j + k_offset <= i + q_offset (causal), windows shift alike, and
+            score_mod is given positions. If one is given, the other counts as 0; without both the last query is at the
+            last key. Both are arguments of one kernel, so other values compile nothing. Key tiles that no query sees
+            are skipped, and rows that see no key get 0 and an lse of -inf. Combine the outputs of several shards of k
+            and v with attention.merge. Not with cu_seqlens, seqused_k or page_table.
 
     A length in seqused_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
 
@@ -127,7 +135,8 @@ def attention(
         "causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "return_lse": return_lse,
         "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
         "page_table": page_table, "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale,
-        "k_descale": k_descale, "v_descale": v_descale, "use_fast_accum": use_fast_accum,
+        "k_descale": k_descale, "v_descale": v_descale,
+        "use_fast_accum": use_fast_accum, "q_offset": q_offset, "k_offset": k_offset,
     }  # fmt: skip
     if not is_compiling():
         try:
@@ -195,6 +204,8 @@ def block_sparse_attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     use_fast_accum: bool = False,
+    q_offset: int | None = None,
+    k_offset: int | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over the blocks of scores that `block_mask` lists; no other blocks are loaded or multiplied.
@@ -209,6 +220,8 @@ def block_sparse_attention(
             mask's function captures are read when the graph runs, so they must not be written to inside of it.
             Mask and scores have the same lengths; or the mask is as many rows as columns longer, and is cropped.
         causal: a row also sees no column after its own, as in attention.
+        q_offset, k_offset: positions of the first row of q, and of k and v, as mask_mod and score_mod see them, see
+            attention. The lists of block_mask are those of this shard, see BlockMask.shard. Not with causal=True.
         others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqused_k, page_table and window_size raise
             TypeError, with what serves instead: masks combine with &, see usage.md.
 
@@ -244,6 +257,7 @@ def block_sparse_attention(
     terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
     terms |= {"sinks": sinks, "deterministic": deterministic, "use_fast_accum": use_fast_accum}
     terms |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    terms |= {"q_offset": q_offset, "k_offset": k_offset}
     if not is_compiling():
         try:
             return _block_sparse(q, k, v, block_mask, score_mod, terms)

@@ -21,6 +21,7 @@ from cute_kernels.runtime.workspace import zeros
 from . import checks
 from .forward.choose import Extents, pick
 from .forward.config import FlashFacts, WindowKind
+from .masks.block_lists import MOST
 
 LOG2E = 1.4426950408889634
 
@@ -101,13 +102,15 @@ def plan_kernel(
     choose=None,
     score=None,
     sinks=None,
+    offsets=None,
     **more,
 ) -> None:
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
 
     `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
     most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
-    `score` is a score_mod.BoundScore. `choose(plan, facts, extents)` may fill in another kernel, and then returns True.
+    `score` is a score_mod.BoundScore, `offsets` positions.Offsets. `choose(plan, facts, extents)` may fill in another
+    kernel, and then returns True.
     """
     checks.check_head_dims(plan.op, q, v)
     spec, sms = device_arch(q.get_device())
@@ -123,6 +126,7 @@ def plan_kernel(
         lse=lse,
         score=None if score is None else score.mod,
         sinks=None if sinks is None else NAMES[sinks.dtype],
+        offsets=offsets is not None,
         **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
@@ -131,7 +135,8 @@ def plan_kernel(
     left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     if facts.blocks is None:
-        left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(longest or extents[1:]), strict=True))
+        limits = longest or extents[1:] if offsets is None else (MOST, MOST)
+        left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(limits), strict=True))
     plan.scalars = (scale_log2, cap, left, right)
     extents = Extents(*extents, *bounds, sms)
     if choose is None or not choose(plan, facts, extents):
@@ -139,6 +144,7 @@ def plan_kernel(
         plan.function = families.function_for(plan.facts)
     elif plan.facts.family != FlashFacts.family:
         return
+    plan.scalars += (offsets,)
     if plan.facts.path == "sm_90":
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from cute_kernels.reference import outside_autocast
 from .forward.config import SCALE_TOKENS
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
+from .positions import Offsets, check_offsets
 from .score_mod import BoundScore, bound
 
 __all__ = ["attention", "attention_cached", "attention_packed"]
@@ -40,6 +42,8 @@ def attention(
     block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
     score_mod: Callable | BoundScore | None = None,
+    q_offset: int | None = None,
+    k_offset: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q @ k^T) @ v, by rows in parts that bound the memory.
 
@@ -56,6 +60,8 @@ def attention(
         block_mask: of lengths (Sq, Sk), with B or 1 items and H or 1 heads; sees what all given masks see.
         sinks: (H,), a logit for each head that is one more score of its rows, without a value.
         score_mod: (score, b, h, q, kv) -> score, of scaled scores, before masks.
+        q_offset, k_offset: positions of q's first row and of k's and v's first row, for all masks and score_mod. If one
+            is given the other counts as 0, and a window's row i is at column i + q_offset - k_offset.
 
     Returns:
         O (B, H, Sq, Dv) in q's dtype; with return_lse also LSE (B, H, Sq), fp32 (fp64 for fp64 inputs).
@@ -74,21 +80,31 @@ def attention(
         if block_mask.batch not in (1, batch) or block_mask.heads not in (1, heads):
             got = f"{block_mask.batch} and {block_mask.heads}"
             raise ValueError(f"block_mask must have {batch} or 1 items and {heads} or 1 heads, got {got}")
-    seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask)
-    out, lse = _by_rows(q, k, v, seen, softcap, scale, sinks, bound(score_mod, q.device))
+    offsets = check_offsets("attention", q_offset, k_offset, sq, sk)
+    seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask, offsets)
+    score = _shifted(bound(score_mod, q.device), offsets)
+    out, lse = _by_rows(q, k, v, seen, softcap, scale, sinks, score)
     return (out, lse) if return_lse else out
 
 
-def _seen(shape, sk: int, device, bounds: tuple, block_mask, begin: int, end: int) -> Tensor | None:
+def _seen(shape, sk: int, device, bounds: tuple, block_mask, offsets, begin: int, end: int) -> Tensor | None:
     """What the rows `begin` to before `end` see, a bool tensor that broadcasts to (B, H, rows, Sk); None: all."""
     (batch, heads, sq), mask = shape, None
     if bounds != (None, None):
         rows = torch.arange(begin, end, device=device)[:, None]
-        mask = Band(*bounds, sk - sq)(None, None, rows, torch.arange(sk, device=device))
+        offset = sk - sq if offsets is None else offsets[0] - offsets[1]
+        mask = Band(*bounds, offset)(None, None, rows, torch.arange(sk, device=device))
     if block_mask is not None:
-        elements = block_mask.elements(begin, end, batch, heads)
+        elements = block_mask.elements(begin, end, batch, heads, *(offsets or ()))
         mask = elements if mask is None else elements & mask
     return mask
+
+
+def _shifted(score: BoundScore | None, offsets) -> BoundScore | None:
+    """The score_mod, applied to rows and columns that begin at these positions."""
+    if score is None or offsets is None:
+        return score
+    return replace(score, row_offset=offsets[0], first_column=offsets[1])
 
 
 @outside_autocast
@@ -108,6 +124,7 @@ def gradients(
     sinks: Tensor | None = None,
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
+    offsets: Offsets = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
 
@@ -117,7 +134,9 @@ def gradients(
         bounds: mask_mods.window_bounds of window_size and causal.
         sinks: those of which a gradient is wanted.
         sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
+        offsets: (q_offset, k_offset), or None.
     """
+    score = _shifted(score, offsets)
     (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     scale = 1 / math.sqrt(max(d, 1)) if scale is None else scale
@@ -144,7 +163,7 @@ def gradients(
         plain = s.view(by_head)
         if score is not None:
             s = score.apply(plain, begin).reshape(s.shape)
-        seen = _seen(q.shape[:3], sk, q.device, bounds, block_mask, begin, part.stop)
+        seen = _seen(q.shape[:3], sk, q.device, bounds, block_mask, offsets, begin, part.stop)
         p = torch.exp(s - lses)
         if seen is not None:
             p = p.masked_fill(~seen.expand(batch, heads, -1, -1).reshape(p.shape), 0.0)

@@ -121,6 +121,7 @@ class BoundScore:
     numbers: tuple[int | float, ...] = ()  # that it captures, and that are arguments of the kernels
     first_item: int = 0  # b of the first of the items that it is applied to
     first_column: int = 0  # kv of the first column
+    row_offset: int = 0  # q of the first row
 
     @property
     def wants_gradients(self) -> bool:
@@ -172,6 +173,7 @@ class BoundScore:
 
     def _inputs(self, scores: Tensor, first_row: int) -> tuple[Tensor, ...]:
         batch, heads, rows, cols = scores.shape
+        first_row += self.row_offset
         extents = (self.first_item, batch), (0, heads), (first_row, rows), (self.first_column, cols)
         each = (torch.arange(a, a + n, dtype=torch.int32, device=scores.device) for a, n in extents)
         return scores, *(t.view(-1, *(1,) * (3 - i)) for i, t in enumerate(each))

@@ -31,7 +31,8 @@ from .score_text import read_score
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
     "bool causal=False, SymInt? left=None, SymInt? right=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
+    "SymInt? q_offset=None, SymInt? k_offset=None, bool return_lse=False, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, "
     "Tensor? page_table=None, bool? deterministic=None, Tensor? q_descale=None, Tensor? k_descale=None, "
     "Tensor? v_descale=None, bool use_fast_accum=False, Tensor? sinks=None"
 )
@@ -42,7 +43,8 @@ MASK_PARTS = 6
 SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 SCORED = "_with_score"  # end of the names of ops that take these, after q, k and v, and the mask
 BLOCK_SPARSE = (
-    'bool causal=False, float? softcap=None, float? scale=None, bool return_lse=False, str form="lists", '
+    "bool causal=False, float? softcap=None, float? scale=None, SymInt? q_offset=None, SymInt? k_offset=None, "
+    'bool return_lse=False, str form="lists", '
     "bool? deterministic=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
     "bool use_fast_accum=False, Tensor? sinks=None"
 )
@@ -81,16 +83,18 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 
 def _run_attention_backward(
-    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, cu_q, cu_k, deterministic, sinks, **score
-):
+    dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, q_offset, k_offset, cu_q, cu_k, deterministic,
+    sinks, **score,
+):  # fmt: skip
     options = {"causal": causal, "window_size": _window(left, right), "softcap": softcap, "scale": scale}
-    options |= {"deterministic": deterministic, "sinks": sinks}
+    options |= {"deterministic": deterministic, "sinks": sinks, "q_offset": q_offset, "k_offset": k_offset}
     return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score))
 
 
 def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, **score):
-    *mask, causal, softcap, scale, form, deterministic, sinks = mask_and_terms
+    *mask, causal, softcap, scale, q_offset, k_offset, form, deterministic, sinks = mask_and_terms
     options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic, "sinks": sinks}
+    options |= {"q_offset": q_offset, "k_offset": k_offset}
     mask = _block_mask(*mask, form)
     return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score))
 
@@ -114,7 +118,7 @@ def _flops_backward(dout, dlse, q, k, v, out, lse, *terms) -> int:
     if isinstance(terms[0], list):
         form = next(term for term in terms[MASK_PARTS:] if isinstance(term, str))
         return flops.backward(q, k, v, flops.block_scores(q, k, terms[0], terms[2], form))
-    cu_seqlens = terms[5:7] if q.dim() == 3 else (None, None)
+    cu_seqlens = terms[7:9] if q.dim() == 3 else (None, None)
     return flops.backward(q, k, v, flops.dense_scores(q, k, *cu_seqlens))
 
 
@@ -145,13 +149,14 @@ def _register_backward(name: str, run, terms: str) -> None:
 _register_backward(
     "attention::attention_backward",
     _run_attention_backward,
-    "bool causal, SymInt? left, SymInt? right, float? softcap, float? scale, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, bool? deterministic",
+    "bool causal, SymInt? left, SymInt? right, float? softcap, float? scale, SymInt? q_offset, SymInt? k_offset, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool? deterministic",
 )
 _register_backward(
     "attention::block_sparse_attention_backward",
     _run_block_sparse_backward,
-    f"{MASK}, bool causal, float? softcap, float? scale, str form, bool? deterministic",
+    f"{MASK}, bool causal, float? softcap, float? scale, SymInt? q_offset, SymInt? k_offset, str form, "
+    "bool? deterministic",
 )
 
 
@@ -201,12 +206,12 @@ def _attention_gradients(ctx, dout, dlse):
 
 def _block_sparse_context(ctx, inputs, output) -> None:
     lists, lengths, blocksize, mask_mod, numbers, tensors = inputs[3 : 3 + MASK_PARTS]
-    causal, softcap, scale, _, form, deterministic, *_, sinks = _terms(inputs, 3 + MASK_PARTS)
+    causal, softcap, scale, q_offset, k_offset, _, form, deterministic, *_, sinks = _terms(inputs, 3 + MASK_PARTS)
     if narrow(*inputs[1:3]):
         raise RuntimeError(NO_CACHE)
     _save(ctx, inputs, output, (sinks, *lists, *tensors), 3 + MASK_PARTS)
     ctx.mask = len(lists), len(tensors), lengths, blocksize, mask_mod, numbers
-    ctx.terms = causal, softcap, scale, form
+    ctx.terms = causal, softcap, scale, q_offset, k_offset, form
     ctx.deterministic = deterministic
 
 
@@ -270,7 +275,7 @@ for _name, _inputs, *_rest, _gradient, _flops in OPS:
 
 def traced_attention(
     q, k, v, *, causal, window_size, softcap, scale, return_lse, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
-    sinks, deterministic, q_descale, k_descale, v_descale, use_fast_accum, score_mod=None,
+    sinks, deterministic, q_descale, k_descale, v_descale, use_fast_accum, q_offset, k_offset, score_mod=None,
 ):  # fmt: skip
     """ops.attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("attention", q, k, v, sinks, out)
@@ -279,7 +284,7 @@ def traced_attention(
     left, right = (None, None) if window_size is None else window_size
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("attention", q, k, v, sinks, out, score)
-    terms = causal, left, right, _float(softcap), _float(scale), with_lse
+    terms = causal, left, right, _float(softcap), _float(scale), q_offset, k_offset, with_lse
     terms += cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, deterministic, q_descale, k_descale, v_descale
     terms += use_fast_accum, sinks
     result = call(ATTENTION_OP + SCORED if score else ATTENTION_OP, (q, k, v, *score), out, terms)
@@ -288,7 +293,7 @@ def traced_attention(
 
 def traced_block_sparse(
     q, k, v, block_mask, *, causal, softcap, scale, return_lse, out, sinks, deterministic, q_descale, k_descale,
-    v_descale, use_fast_accum, score_mod=None,
+    v_descale, use_fast_accum, q_offset, k_offset, score_mod=None,
 ):  # fmt: skip
     """ops.block_sparse_attention inside a torch.compile trace, and of calls that go through the dispatcher."""
     check_traced("block_sparse_attention", q, k, v, sinks, out)
@@ -298,8 +303,8 @@ def traced_block_sparse(
     mask, form = crossing(block_mask)
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
-    terms = causal, _float(softcap), _float(scale), with_lse, form, deterministic, q_descale, k_descale, v_descale
-    terms += use_fast_accum, sinks
+    terms = causal, _float(softcap), _float(scale), q_offset, k_offset, with_lse, form, deterministic
+    terms += q_descale, k_descale, v_descale, use_fast_accum, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
 

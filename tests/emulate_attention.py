@@ -43,7 +43,7 @@ class EmulatedFlash:
         insist_on_arguments(self.facts, (q, k, v, out, lse, sinks, cu_q, cu_k, blocks, score, *more))
         assert score is None and self.facts.score is None
         scalars = self.scalars(*more)
-        self.insist(q, k, v, out, lse, *scalars[1:])
+        self.insist(q, k, v, out, lse, *scalars[1:4])
         if not self.facts.packed:
             assert cu_q is None and cu_k is None
             self.attend(q, k, v, out, lse, sinks, *scalars)
@@ -59,11 +59,11 @@ class EmulatedFlash:
                 self.attend(*parts, None if lse is None else lse[None, :, a:b], sinks, *scalars)
 
     def scalars(self, *more):
-        """(scale_log2, softcap, left, right), of what a forward kernel is given after its tensors."""
+        """(scale_log2, softcap, left, right, offsets), of what a forward kernel is given after its tensors."""
         if self.facts.path == "sm_90":
             counter, *more, max_ctas = more
             assert (counter is not None) == self.facts.config.dynamic and max_ctas > 0
-        assert len(more) == 4
+        assert len(more) == 5 and (more[-1] is not None) == self.facts.offsets
         return more
 
     def insist(self, q, k, v, out, lse, softcap, left, right):
@@ -84,7 +84,7 @@ class EmulatedFlash:
             assert lse.shape == shape and lse.is_contiguous() and lse.dtype is torch.float32
 
     @torch.autocast("cpu", enabled=False)
-    def attend(self, q, k, v, out, lse, sinks, scale_log2, softcap, left, right):
+    def attend(self, q, k, v, out, lse, sinks, scale_log2, softcap, left, right, offsets=None):
         """Of (B, H, Sq, D) tensors, all items of one length, into out and lse."""
         facts, rows, columns = self.facts, q.shape[2], k.shape[2]
         group = q.shape[1] // k.shape[1]
@@ -93,7 +93,7 @@ class EmulatedFlash:
         if facts.softcap:
             scores = 1 - 2 / (1 + torch.exp2(scores * softcap))
         bounds = left if facts.window.left else None, right if facts.window.right else None
-        scores = scores.masked_fill(~band_mask(rows, columns, *bounds), -math.inf) * scale_log2
+        scores = scores.masked_fill(~band_mask(rows, columns, *bounds, offsets=offsets), -math.inf) * scale_log2
         log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
         if sinks is not None:
             log2 = torch.logaddexp(log2 / LOG2E, sinks.float().view(-1, 1, 1)) * LOG2E

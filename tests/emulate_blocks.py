@@ -46,7 +46,8 @@ class Walked:
         if self.facts.path == "sm_90":
             counter, *more, max_ctas = more
             assert max_ctas > 0
-        scale_log2, softcap, left, right = more
+        scale_log2, softcap, left, right, offsets = more
+        assert (offsets is not None) == self.facts.offsets
         assert left is None and right is None
         cfg, (batch, heads, rows, _), cols = self.facts.config, q.shape, k.shape[2]
         assert (lse is not None) == self.facts.lse and (counter is not None) == cfg.dynamic
@@ -60,7 +61,8 @@ class Walked:
             tile = type(tile)(*(number(x) for x in dataclasses.astuple(tile)))
             done.add((tile.b, tile.h, tile.m))
             assert tile.h_kv == tile.h * k.shape[1] // heads
-            seen = self.seen(source.for_tile(tile, SeqlenInfo(tile.b, rows, cols)), tile, rows, cols, blocks[3:])
+            tiles = source.for_tile(tile, SeqlenInfo(tile.b, rows, cols))
+            seen = self.seen(tiles, tile, rows, cols, blocks[3:], offsets or (0, 0))
             part = slice(tile.m * cfg.tile_m, tile.m * cfg.tile_m + cfg.tile_m)
             scores = q[tile.b, tile.h, part].float() @ k[tile.b, tile.h_kv].float().mT
             scores = torch.tanh(scores * softcap / 2.885390) if self.facts.softcap else scores
@@ -73,7 +75,7 @@ class Walked:
             o[tile.b, tile.h, part] = (weights @ v[tile.b, tile.h_kv].float()).to(o.dtype)
         assert len(done) == number(scheduler.count) == batch * heads * plain.tiles_m, "every query tile, once"
 
-    def seen(self, tiles, tile, rows, cols, tensors):
+    def seen(self, tiles, tile, rows, cols, tensors, offsets):
         """(rows of the tile, Sk) bool, from what is visited."""
         cfg, kind = self.facts.config, self.facts.blocks
         count, ends = number(tiles.count), [number(e) for e in tiles.ends]
@@ -94,7 +96,7 @@ class Walked:
                 seen[:, kv] = True
             elif len(kv):
                 b, h = (torch.tensor(int(x)) for x in (tile.b, tile.h))
-                indices = [x.to(torch.int32) for x in (b, h, q, kv)]
+                indices = [x.to(torch.int32) for x in (b, h, q + offsets[0], kv + offsets[1])]
                 seen[:, kv] = evaluate(kind.mask.program, indices, tensors).expand(len(q), len(kv))
         assert len(visited) == count, "a tile is visited twice"
         if count:

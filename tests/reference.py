@@ -135,9 +135,12 @@ def dense_of(W) -> Tensor:
     return blocks.transpose(-3, -2).reshape(W.shape)
 
 
-def band_mask(rows: int, cols: int, left: int | None, right: int | None, device="cpu") -> Tensor:
-    """(rows, cols) bool: row i sees columns i + cols - rows - left to i + cols - rows + right; None: without bound."""
-    away = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
+def band_mask(rows: int, cols: int, left: int | None, right: int | None, device="cpu", offsets=None) -> Tensor:
+    """(rows, cols) bool: row i sees columns i + cols - rows - left to i + cols - rows + right; None: without bound.
+
+    With offsets = (q_offset, k_offset) row i is at column i + q_offset - k_offset."""
+    offset = cols - rows if offsets is None else offsets[0] - offsets[1]
+    away = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - offset
     seen = torch.ones_like(away, dtype=torch.bool)
     if left is not None:
         seen &= away >= -left

@@ -4,7 +4,7 @@ import math
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
-from ..forward.arguments import function_args, score_args, sinks_args
+from ..forward.arguments import function_args, offsets_args, score_args, sinks_args
 from .config import PREPARE_WARPS as WARPS
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
@@ -71,7 +71,7 @@ def backward_args(facts: BackwardFacts) -> tuple:
     sums = tuple(tensor_like(facts.score.tensors[slot]) for slot in facts.score_sums) or None
     score = score_args(facts.score), sums
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
-    scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds
+    scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds, *offsets_args(facts)
     turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
     if facts.path == "sm_90":  # which is persistent
         turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))

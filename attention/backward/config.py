@@ -92,6 +92,7 @@ class BackwardFacts:
     deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
     score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
     score_sums: tuple[int, ...] = ()  # the tensors that it captures, by number, whose gradients are computed
+    offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
 
     def key(self) -> str:
         """A text that is the same in every process."""

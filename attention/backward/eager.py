@@ -20,7 +20,9 @@ from ..block_sparse import Derived, by_length, with_causal
 from ..decode.checks import unit_stride
 from ..forward.choose import heads_in_l2
 from ..forward.config import BlockKind, WindowKind
+from ..masks.block_lists import MOST
 from ..plan import gradient_of, path_of, scalars_of, view_of
+from ..positions import Offsets
 from ..score_mod import BoundScore, ScoreMod
 from . import family
 from .choose import pick
@@ -41,6 +43,7 @@ class Terms(NamedTuple):
     deterministic: bool = False
     score: ScoreMod | None = None
     score_sums: tuple[int, ...] = ()  # BackwardFacts'
+    offsets: Offsets = None
 
 
 @dataclass
@@ -92,7 +95,9 @@ def backward(
     element, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if causal else mask
-        element, reads = Derived.of(mask).element(mask, *q.shape[:2])
+        element, reads = Derived.of(mask).element(mask, *q.shape[:2], terms.offsets)
+    if terms.offsets is not None and terms.bounds == (None, None) and score is None and element is None:
+        terms = terms._replace(offsets=None)  # nothing depends on positions
     of_captured = ()
     if score is not None:
         slots = tuple(sorted(sums or ()))
@@ -158,6 +163,7 @@ def plan_backward(
         deterministic=terms.deterministic,
         score=terms.score,
         score_sums=terms.score_sums,
+        offsets=terms.offsets is not None,
     )
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
@@ -183,8 +189,9 @@ def plan_backward(
     scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)
     bounds = None, None
     if kind is None:  # no row is further than Sk from its first column or Sq from its last
-        bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, (cols, length), strict=True))
-    plan.scalars = scale_log2, cap, plan.scale, *bounds
+        limits = (cols, length) if terms.offsets is None else (MOST, MOST)
+        bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, limits, strict=True))
+    plan.scalars = scale_log2, cap, plan.scale, *bounds, terms.offsets
     if facts.path == "sm_90":
         plan.scalars += (sms * facts.config.ctas,)  # as many CTAs as run at once
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))

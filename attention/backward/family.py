@@ -77,7 +77,7 @@ class FlashBackward(Family):
 
     def describe(self, facts: BackwardFacts) -> dict[str, str]:
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
-        switches += (("packed", facts.packed), ("in one order", facts.deterministic))
+        switches += (("packed", facts.packed), ("in one order", facts.deterministic), ("offsets", facts.offsets))
         more = [text for text, there in switches if there]
         if facts.score:
             more.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))

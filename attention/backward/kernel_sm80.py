@@ -74,9 +74,10 @@ class FlashBackwardSm80:
         scale: Float32,  # of dK
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
         stream: cuda.CUstream,
     ):
-        p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
+        p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right, offsets)
         self.kernel(
             p.mQ, p.mK, p.mV, p.mdO, p.mdK, p.mdV, rows, dq, turns, p.source, p.scheduler, p.seqlens, scale_log2,
             softcap, scale, (score_tensors, score_sums),

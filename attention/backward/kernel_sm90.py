@@ -83,11 +83,12 @@ class FlashBackwardSm90:
         scale: Float32,  # of dK
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right)
+        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right, offsets)
         # (S, D, H, B)
         tQ, tK, tV, tdO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mV, p.mdO))
         layouts = loop.layouts()

@@ -47,11 +47,12 @@ def mask_elements(
         inside = column < seqlen.cols
         if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
             column = cutlass.min(column, seqlen.cols - 1)  # nothing past their ends is read
+        column = seqlen.k_position(column)
         for c in range_constexpr(cute.size(scores, mode=[1])):
             seen = inside
             if const_expr(kind.mask is not None):
                 row = mine + const_expr(c // 2 * 8 + c % 2)
                 if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
                     row = cutlass.min(row, seqlen.rows - 1)
-                seen = seen & lower(kind.mask.program, [b, h, row, column], tensors)
+                seen = seen & lower(kind.mask.program, [b, h, seqlen.q_position(row), column], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

@@ -130,6 +130,7 @@ def problem_of(
     blocks: tuple | None,  # BlockRows' lists, ranks where sums have an order, else that of tiles; mask tensors
     left: Int32 | None,  # bounds of the window; not of a block mask
     right: Int32 | None,
+    offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
 ) -> Problem:
     mQ, mK, *_ = tensors
     cfg = facts.config
@@ -142,7 +143,7 @@ def problem_of(
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
     else:
         (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
-        seqlens = DenseRows(rows, cols)
+        seqlens = DenseRows(rows, cols, *(offsets or ()))
         fit = heads_in_l2(facts, rows, heads, heads_kv, batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)

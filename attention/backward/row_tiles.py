@@ -34,9 +34,11 @@ class DenseRows:
 
     rows: Int32
     cols: Int32
+    q_offset: Int32 | None = None
+    k_offset: Int32 | None = None
 
     def of(self, b) -> SeqlenInfo:
-        return SeqlenInfo(b, self.rows, self.cols)
+        return SeqlenInfo(b, self.rows, self.cols, q_offset=self.q_offset, k_offset=self.k_offset)
 
     rows_of = of
 

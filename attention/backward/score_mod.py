@@ -29,7 +29,7 @@ def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: in
         kv = cutlass.min(kv.base + kv.offset, work.seqlen.cols - 1)  # nothing past their ends is read
     if facts.score.indexes(Q_INPUT):
         q = cutlass.min(q.base + q.offset, work.seqlen.rows - 1)
-    return [score * work.softcap, work.b, work.h, q, kv]
+    return [score * work.softcap, work.b, work.h, work.seqlen.q_position(q), work.seqlen.k_position(kv)]
 
 
 def p_of(facts: BackwardFacts, work, score: Float32, lse: Float32, inputs: list) -> Float32:

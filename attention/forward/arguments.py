@@ -54,6 +54,13 @@ def scalar_args(facts: FlashFacts) -> tuple:
     return Float32(1.0), Float32(0.0), *bounds
 
 
+def offsets_args(facts) -> tuple:
+    """A fake of (q_offset, k_offset), None of facts without offsets."""
+    from cutlass import Int32
+
+    return ((Int32(0), Int32(0)) if facts.offsets else None,)
+
+
 def sinks_args(facts) -> tuple:
     """A fake of the sinks, of any stride; None where there are none."""
     return (fake_tensor(facts.sinks, 1, None, 1) if facts.sinks else None,)
@@ -90,6 +97,6 @@ def forward_args(facts: FlashFacts) -> tuple:
         given = facts.q_descale, facts.k_descale, facts.v_descale
         common += tuple(fake_tensor("float32", 2 + facts.tokens, None, 1) if scale else None for scale in given)
     if facts.path == "sm_80":
-        return *common, *scalar_args(facts), fake_stream()
+        return *common, *scalar_args(facts), *offsets_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None
-    return *common, counter, *scalar_args(facts), Int32(1), fake_stream()
+    return *common, counter, *scalar_args(facts), *offsets_args(facts), Int32(1), fake_stream()

@@ -44,7 +44,7 @@ class FlashConfig:
 class WindowKind:
     """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
 
-    `left` and `right` say whether there is such a bound; their sizes, and the offset Sk - Sq, are arguments.
+    `left` and `right` say whether there is such a bound; their sizes and SeqlenInfo.offset are arguments.
     """
 
     left: bool = False
@@ -78,6 +78,7 @@ class FlashFacts:
     blocks: BlockKind | None = None  # of block-sparse attention, which has no window
     score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
     sinks: str | None = None  # dtype of the sinks, a logit for each head that joins a row's sum; None: there are none
+    offsets: bool = False  # True if q_offset and k_offset are arguments; else the last row is at the last column
 
     def key(self) -> str:
         """A text that is the same in every process."""

@@ -141,6 +141,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
     """The columns of a table."""
     switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
     switches += (("lse", facts.lse), ("packed", facts.packed), (f"sinks {short(facts.sinks)}", facts.sinks))
+    switches += (("offsets", facts.offsets),)
     more = [text for text, there in switches if there]
     if facts.score:
         more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")

@@ -57,12 +57,13 @@ class FlashForwardFloat8(FlashForwardSm90):
         softcap: Float32,
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         # A transposed V is not among the tensors that have rows of keys.
         rows = mK if const_expr(self.facts.fast) else mV
-        p = problem_of(self.facts, (mQ, mK, rows, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(self.facts, (mQ, mK, rows, mO, mLSE), (cu_q, cu_k), blocks, left, right, offsets)
         scalars, scales = (scale_log2, softcap, score_tensors, mSinks), (q_scale, k_scale, v_scale)
         values = self.mainloop.view_of_values(mV if const_expr(self.facts.fast) else p.mV)
         self.start(p, values, counter, scalars, scales, max_ctas, stream)

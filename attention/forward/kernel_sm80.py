@@ -52,9 +52,10 @@ class FlashForwardSm80:
         softcap: Float32,
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
         stream: cuda.CUstream,
     ):
-        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right, offsets)
         self.kernel(
             p.mQ, p.mK, p.mV, p.mO, p.mLSE, p.source, p.scheduler, p.seqlens, scale_log2, softcap, score_tensors,
             mSinks,

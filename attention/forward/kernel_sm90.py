@@ -93,10 +93,11 @@ class FlashForwardSm90:
         softcap: Float32,
         left: Int32 | None,  # None of a block mask
         right: Int32 | None,
+        offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right)
+        p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right, offsets)
         scalars = scale_log2, softcap, score_tensors, mSinks
         self.start(p, self.mainloop.view_of_values(p.mV), counter, scalars, None, max_ctas, stream)
 

@@ -44,6 +44,7 @@ def change_scores(
         h, q = source.place(tile, row + 8 * r)
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+        q = seqlen.q_position(q)
         for c in range_constexpr(columns):
             if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
                 # There are no registers for the loads of all scores at once, nor for their positions.
@@ -51,7 +52,8 @@ def change_scores(
             column = Place(mine, const_expr(c // 2 * 8 + c % 2))
             if const_expr(mod.indexes(KV_INPUT) and not inside):
                 column = cutlass.min(column.base + column.offset, seqlen.cols - 1)
-            scores[r, c] = lower(mod.program, [scores[r, c] * scale, tile.b, h, q, column], tensors)
+            inputs = [scores[r, c] * scale, tile.b, h, q, seqlen.k_position(column)]
+            scores[r, c] = lower(mod.program, inputs, tensors)
 
 
 @cute.jit
@@ -91,11 +93,12 @@ def mask_elements(
         q = row + 8 * r
         if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
             q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+        q = seqlen.q_position(q)
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = mine + const_expr(c // 2 * 8 + c % 2)
             seen = column < seqlen.cols
             if const_expr(kind.mask is not None):
                 if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
                     column = cutlass.min(column, seqlen.cols - 1)
-                seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, column], tensors)
+                seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, seqlen.k_position(column)], tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

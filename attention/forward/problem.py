@@ -34,6 +34,7 @@ def problem_of(
     blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
     left: Int32 | None,  # bounds of the window; not of a block mask
     right: Int32 | None,
+    offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
 ) -> Problem:
     mQ, mK, *_ = tensors
     if facts.packed:
@@ -44,7 +45,7 @@ def problem_of(
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
         tensors.append(None if mLSE is None else one_item(mLSE, (0, 1)))
     else:
-        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2])
+        seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2], *(offsets or ()))
         scheduler = QueryScheduler.of(facts, mQ.shape, mK.shape)
     if facts.blocks is not None:
         scheduler, source = with_blocks(facts, scheduler, blocks)

@@ -1,11 +1,13 @@
-"""How many rows of Q, and of K and V, an item of the batch has, and where they begin."""
+"""Lengths of the sequences of a batch, where their rows of Q, K and V begin, and the positions of these rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
+
+from cute_kernels.traced.lower import Place
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,27 @@ class SeqlenInfo:
     q0: Int32 | int = 0
     k0: Int32 | int = 0
     begin: Int32 | int = 0
+    q_offset: Int32 | None = None  # position of row 0, and of column 0, where the call gives them
+    k_offset: Int32 | None = None
 
     @property
     def offset(self):
-        """From a row to the column at its position: the last row is at the position of the last column."""
-        return self.cols - self.rows
+        """From a row to the column at its position: without offsets the last row is at the last column's position."""
+        return self.cols - self.rows if self.q_offset is None else self.q_offset - self.k_offset
+
+    def q_position(self, row: Int32 | Place):
+        """Position of a row, as mask and score functions see it."""
+        return _moved(row, self.q_offset)
+
+    def k_position(self, column: Int32 | Place):
+        """Position of a column, as mask and score functions see it."""
+        return _moved(column, self.k_offset)
+
+
+def _moved(index: Int32 | Place, offset: Int32 | None):
+    if offset is None:
+        return index
+    return replace(index, base=index.base + offset) if isinstance(index, Place) else index + offset
 
 
 @dataclass(frozen=True)
@@ -35,9 +53,11 @@ class DenseSeqlens:
 
     rows: Int32
     cols: Int32
+    q_offset: Int32 | None = None
+    k_offset: Int32 | None = None
 
     def of(self, b) -> SeqlenInfo:
-        return SeqlenInfo(b, self.rows, self.cols)
+        return SeqlenInfo(b, self.rows, self.cols, q_offset=self.q_offset, k_offset=self.k_offset)
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,19 @@ class BlockMask:
         """
         return block_slices.cropped(self, lengths)
 
+    def shard(self, lengths: Sequence[int], q_offset: int = 0, k_offset: int = 0) -> BlockMask:
+        """The part of (Sq, Sk) = lengths that begins at row q_offset and column k_offset. Does not synchronise.
+
+        Its mask_mod still takes positions in the whole, so pass block_sparse_attention the same offsets:
+
+            part = mask.shard((Sq, Sk), q_offset, k_offset)
+            out = block_sparse_attention(q, k, v, part, q_offset=q_offset, k_offset=k_offset)
+
+        Raises:
+            ValueError: the part is not within the mask, or an offset is no multiple of the blocks' side.
+        """
+        return block_slices.sharded(self, lengths, q_offset, k_offset)
+
     def __getitem__(self, index: int | slice | Tensor | tuple) -> BlockMask:
         """The part of some batch items, heads and rows of blocks, with all columns: mask[items, heads, rows].
 
@@ -352,11 +365,19 @@ class BlockMask:
         partial, full = self.tables()
         return BlockLists(*block_lists.lists_of(partial.mT), *block_lists.lists_of(full.mT))
 
-    def elements(self, begin: int, end: int, batch: int | None = None, heads: int | None = None) -> Tensor:
+    def elements(
+        self,
+        begin: int,
+        end: int,
+        batch: int | None = None,
+        heads: int | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+    ) -> Tensor:
         """Which columns rows begin to end see: bool (B, H, end - begin, Sk).
 
         `batch` and `heads`, where given, are those of the scores, which a mask of one item or head is repeated for, and
-        mask_mod called with.
+        mask_mod called with. q_offset and k_offset are the positions of the first row and column for mask_mod.
         """
         batch, heads = batch or self.batch, heads or self.heads
         q = torch.arange(begin, end, dtype=torch.int32, device=self.device)
@@ -365,11 +386,12 @@ class BlockMask:
         partial, full = (t.index_select(2, row).index_select(3, col) for t in self.tables())
         if self.mask_mod is not None:
             b, h = (torch.arange(n, dtype=torch.int32, device=self.device) for n in (batch, heads))
+            positions = q[:, None] + q_offset, kv + k_offset
             if is_compiling():
                 from .mask_op import elements as elements_of
             else:
                 elements_of = call
-            partial = partial & elements_of(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q[:, None], kv)
+            partial = partial & elements_of(self.mask_mod, b.view(-1, 1, 1, 1), h.view(-1, 1, 1), *positions)
         return (partial | full).expand(batch, heads, -1, -1)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Tensor:

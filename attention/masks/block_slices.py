@@ -25,9 +25,32 @@ def cropped(mask, lengths):
     lengths, blocksize, rows, cols = grid(lengths, mask.blocksize)
     if lengths[0] > mask.lengths[0] or lengths[1] > mask.lengths[1]:
         raise ValueError(f"lengths is {lengths}; a mask of lengths {mask.lengths} can only be cropped to shorter ones")
-    partial, full = (t[..., :rows, :cols] for t in mask.tables())
-    inside = torch.arange(1, cols + 1, device=mask.device) * blocksize[1] <= lengths[1]
-    return mask._of_tables(partial | (full & ~inside), full & inside, lengths, blocksize, mask.mask_mod)
+    return _part(mask, lengths, (0, 0), (rows, cols))
+
+
+def sharded(mask, lengths, *offsets):
+    """See BlockMask.shard."""
+    lengths, blocksize, *blocks = grid(lengths, mask.blocksize)
+    for name, offset, side, length, whole in zip(
+        ("q_offset", "k_offset"), offsets, blocksize, lengths, mask.lengths, strict=True
+    ):
+        if offset % side:
+            raise ValueError(f"{name} must be a multiple of the blocks' side, {side}, got {offset}")
+        if not 0 <= offset <= whole - length:
+            raise ValueError(
+                f"{name} must be in [0, {whole - length}] for a part of {length} of a mask of lengths {mask.lengths}, "
+                f"got {offset}"
+            )
+    first = tuple(offset // side for offset, side in zip(offsets, blocksize, strict=True))
+    return _part(mask, lengths, first, tuple(blocks))
+
+
+def _part(mask, lengths, first: tuple[int, int], blocks: tuple[int, int]):
+    """So many rows and columns of blocks from `first` on, up to `lengths` elements."""
+    (row, col), (rows, cols) = first, blocks
+    partial, full = (t[..., row : row + rows, col : col + cols] for t in mask.tables())
+    inside = torch.arange(1, cols + 1, device=mask.device) * mask.blocksize[1] <= lengths[1]
+    return mask._of_tables(partial | (full & ~inside), full & inside, lengths, mask.blocksize, mask.mask_mod)
 
 
 def intersection(mask, other):
