@@ -5,13 +5,16 @@ from .masks import mask_mods, patterns
 from .masks.block_mask import BlockMask, create_block_mask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
+from .shards import attention_backward, merge
 
 __all__ = [
     "BlockMask",
     "attention",
+    "attention_backward",
     "block_sparse_attention",
     "create_block_mask",
     "mask_mods",
+    "merge",
     "patterns",
     "scaled_dot_product_attention",
     "score_mods",

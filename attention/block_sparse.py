@@ -244,11 +244,7 @@ def plan_block_sparse(
     checks.check_block_mask(OP, mask, q, k)
     window_bounds(None, causal)  # checks causal
     offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
-    if causal and offsets is not None:
-        raise TypeError(
-            f"{OP}: causal=True is not supported with q_offset or k_offset; make the mask causal, "
-            "kv <= q in its mask_mod, which sees positions with the offsets added"
-        )
+    checks.check_causal_blocks(OP, causal, offsets)
     score = bound(score_mod, q.device)
     if score is not None:
         checks.check_score(OP, score, q.shape[:2], lengths_at(mask.lengths, offsets), softcap)

@@ -3,7 +3,7 @@
 import torch
 
 from cute_kernels import checks
-from cute_kernels.dtypes import FLOAT8
+from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime.device import plans_kernel
 
 from .forward.choose import HEAD_DIMS, WIDE, head_dims_text
@@ -154,6 +154,39 @@ def check_block_mask(op: str, mask, q, k) -> None:
             f"{op}: block_mask has {mask.batch} batch items and {mask.heads} heads; it must have {batch} or 1 and "
             f"{heads} or 1"
         )
+
+
+def check_causal_blocks(op: str, causal: bool, offsets) -> None:
+    """Raise if a block mask is to be made causal in a call with offsets: its lists are those of one alignment."""
+    if causal and offsets is not None:
+        raise TypeError(
+            f"{op}: causal=True with a block mask is not supported with q_offset or k_offset; put kv <= q into its "
+            "mask_mod, which sees positions with the offsets added"
+        )
+
+
+def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype) -> None:
+    """Check the dtypes and shapes of what belongs to the output, of real or of fake tensors."""
+    packed, wide = q.dim() == 3, accumulator(q.dtype)
+    rows, shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3], (*q.shape[:-1], v.shape[-1])
+    of_output, of_lse = (q.dtype, shape), (wide, rows)
+    named = ("dout", dout, *of_output), ("out", out, *of_output), ("lse", lse, *of_lse), ("dlse", dlse, *of_lse)
+    for name, t, dtype, expected in named:
+        if t is None and name == "dlse":
+            continue
+        if t.dtype != dtype:
+            raise TypeError(f"{op}: {name} must be {dtype}, got {t.dtype}; call {name}.to({dtype})")
+        if tuple(t.shape) != tuple(expected):
+            raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(t.shape)}")
+    if grad_dtype not in (None, q.dtype, wide):
+        raise TypeError(f"{op}: grad_dtype must be None, {q.dtype} or {wide}, got {grad_dtype!r}")
+
+
+def refuse_with_mask(op: str, window_size, cu_q, cu_k) -> None:
+    """Raise for arguments that are not supported together with a block mask."""
+    if cu_q is not None or cu_k is not None or window_size is not None:
+        name, pattern = ("cu_seqlens", "packed_documents") if window_size is None else ("window_size", "sliding_window")
+        raise TypeError(f"{op}: block_mask is not supported with {name}; pass block_mask & patterns.{pattern}(...)")
 
 
 def refuse_options(op: str, options: dict) -> None:

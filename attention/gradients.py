@@ -99,11 +99,13 @@ def _wide(q) -> torch.dtype:
 def gradients_of(
     q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, *, causal=False, window_size=None, softcap=None, scale=None,
     deterministic=None, sinks=None, score_mod=None, sums=None, q_offset=None, k_offset=None,
+    grad_dtype=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
 
     sinks: those of the call, where a gradient of them is wanted; without, dsinks is None.
     score_mod: a BoundScore. sums: of tensors that it captures, by their slots: their gradients are added to these.
+    grad_dtype: that of dQ, dK and dV, instead of q's.
     """
     if dout is None and dlse is None:
         return tuple(None if t is None else gradient_of(t).zero_() for t in (q, k, v, sinks))
@@ -116,11 +118,15 @@ def gradients_of(
         more = {"sinks": sinks} if score_mod is None else {"sinks": sinks, "score": score_mod, "sums": sums}
         if offsets is not None:
             more["offsets"] = offsets
+        if grad_dtype is not None:
+            more["grad_dtype"] = grad_dtype
         more |= {"bounds": window_bounds(window_size, causal), "softcap": softcap, "scale": scale}
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **more)
     if mask is not None:
         mask = eager.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window_size, causal), softcap, scale, in_one_order(deterministic), offsets=offsets)
+    if grad_dtype is not None and grad_dtype is not q.dtype:
+        terms = terms._replace(grad_dtype=grad_dtype)
     return backward(dout, q, k, v, out, lse, dlse, terms, (cu_q, cu_k), mask, causal, sinks, score_mod, sums)
 
 
@@ -138,4 +144,5 @@ def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **terms) -> t
     else:
         block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
         found = reference.gradients(*tensors, **terms, block_mask=block_mask)
-    return *(gradient_of(t).copy_(g) for t, g in zip((q, k, v), found[:3], strict=True)), found[3]
+    dtype = terms.get("grad_dtype")
+    return *(gradient_of(t, dtype=dtype).copy_(g) for t, g in zip((q, k, v), found[:3], strict=True)), found[3]

@@ -71,14 +71,16 @@ def checked_plan(
     return plan
 
 
-def gradient_of(t: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """Memory for the gradient of t: of its strides, or contiguous where those leave gaps.
+def gradient_of(
+    t: torch.Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Memory for the gradient of t, in its dtype or `dtype`: of its strides, or contiguous where those leave gaps.
 
     All that computes gradients, and what tells torch.compile of them, asks here for their strides.
     """
     if torch.ops.aten.is_non_overlapping_and_dense.default(t):
-        return torch.empty_like(t, device=device)
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device if device is None else device)
+        return torch.empty_like(t, device=device, dtype=dtype)
+    return torch.empty(t.shape, dtype=dtype or t.dtype, device=t.device if device is None else device)
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:

@@ -125,6 +125,7 @@ def gradients(
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
     offsets: Offsets = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
 
@@ -135,6 +136,7 @@ def gradients(
         sinks: those of which a gradient is wanted.
         sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
         offsets: (q_offset, k_offset), or None.
+        grad_dtype: that of dQ, dK and dV; q's where it is None.
     """
     score = _shifted(score, offsets)
     (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
@@ -148,7 +150,8 @@ def gradients(
     dsinks = None
     if sinks is not None:
         dsinks = -(torch.exp(sinks.to(dtype).view(-1, 1) - lse) * delta).sum((0, 2)).to(sinks.dtype)
-    dq, dk, dv = q.new_zeros(q.shape), torch.zeros_like(k), torch.zeros_like(v)
+    grad_dtype = q.dtype if grad_dtype is None else grad_dtype
+    dq, dk, dv = q.new_zeros(q.shape, dtype=grad_dtype), torch.zeros_like(k), torch.zeros_like(v)
     rows = max(1, CHUNK // max(1, batch * heads * sk))
     for begin in range(0, sq, rows):
         part = slice(begin, min(begin + rows, sq))
@@ -178,14 +181,14 @@ def gradients(
         dq[:, :, part] = (ds @ k * scale).view(*by_head[:3], d)
         dk += ds.mT @ qs * scale
         dv += p.mT @ dos
-    return dq, dk.to(q.dtype), dv.to(q.dtype), dsinks
+    return dq, dk.to(grad_dtype), dv.to(grad_dtype), dsinks
 
 
 def gradients_packed(
     q, k, v, out, lse, dout, dlse, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks=None, **options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The same of `attention_packed`; what belongs to no sequence has gradients of 0, and gives sinks none."""
-    found = tuple(torch.zeros_like(t) for t in (q, k, v))
+    found = tuple(torch.zeros_like(t, dtype=options.get("grad_dtype")) for t in (q, k, v))
     wide = None if sinks is None else sinks.to(lse.dtype)
     dsinks = None if sinks is None else torch.zeros_like(wide)
     starts, score = (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()), options.pop("score", None)

@@ -18,7 +18,7 @@ from cute_kernels.runtime.front import check_traced, undisturbed
 from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import eager, flops, gradients
+from . import checks, eager, flops, gradients
 from .block_sparse import Derived
 from .checks import NO_CACHE, check_gradient_dims, narrow
 from .function_text import written
@@ -84,23 +84,27 @@ BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out
 
 def _run_attention_backward(
     dout, dlse, q, k, v, out, lse, causal, left, right, softcap, scale, q_offset, k_offset, cu_q, cu_k, deterministic,
-    sinks, **score,
+    grad_dtype, sinks, **score,
 ):  # fmt: skip
     options = {"causal": causal, "window_size": _window(left, right), "softcap": softcap, "scale": scale}
     options |= {"deterministic": deterministic, "sinks": sinks, "q_offset": q_offset, "k_offset": k_offset}
+    options["grad_dtype"] = grad_dtype
     return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, None, **options, **score))
 
 
 def _run_block_sparse_backward(dout, dlse, q, k, v, out, lse, *mask_and_terms, **score):
-    *mask, causal, softcap, scale, q_offset, k_offset, form, deterministic, sinks = mask_and_terms
+    *mask, causal, softcap, scale, q_offset, k_offset, form, deterministic, grad_dtype, sinks = mask_and_terms
     options = {"causal": causal, "softcap": softcap, "scale": scale, "deterministic": deterministic, "sinks": sinks}
-    options |= {"q_offset": q_offset, "k_offset": k_offset}
+    options |= {"q_offset": q_offset, "k_offset": k_offset, "grad_dtype": grad_dtype}
     mask = _block_mask(*mask, form)
     return _four(q, gradients.gradients_of(q, k, v, out, lse, dout, dlse, None, None, mask, **options, **score))
 
 
 def _fake_backward(dout, dlse, q, k, v, *others):
-    return _four(q, tuple(None if t is None else gradient_of(t) for t in (q, k, v, others[-1])))
+    _fake("attention_backward", q, k, v, False, q.dim() == 3)  # checks their shapes
+    *_, grad_dtype, sinks = others
+    found = tuple(gradient_of(t, dtype=grad_dtype) for t in (q, k, v))
+    return _four(q, (*found, None if sinks is None else gradient_of(sinks)))
 
 
 def _four(q, found: tuple) -> tuple[Tensor, ...]:
@@ -127,7 +131,7 @@ def _register_backward(name: str, run, terms: str) -> None:
 
     def run_with_score(dout, dlse, q, k, v, out, lse, text, numbers, tensors, wanted, *terms):
         score, places = read_score(text, numbers, tensors, q.device)
-        *_, deterministic, _ = terms
+        *_, deterministic, _, _ = terms
         gradients.check_score(score, any(wanted), q, deterministic)
         slots = {place: slot for slot, place in enumerate(places)}
         sums = gradients.sums_of(q, score.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
@@ -139,7 +143,7 @@ def _register_backward(name: str, run, terms: str) -> None:
         ]
         return *found, of_tensors
 
-    terms += ", Tensor? sinks"
+    terms += ", ScalarType? grad_dtype, Tensor? sinks"
     schema = f"({BACKWARD}, {terms}) -> (Tensor, Tensor, Tensor, Tensor)"
     define(name, schema, run, _fake_backward, flops=_flops_backward)
     schema = f"({BACKWARD}, {SCORE}, bool[] wanted, {terms}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
@@ -235,7 +239,7 @@ def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple, sinks
     nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
     wanted = (needed[ctx.scored_at],) if score else ()
     sinks = sinks if sinks is not None and needed[-1] else None
-    dq, dk, dv, of_sinks, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms, sinks)
+    dq, dk, dv, of_sinks, *of_captured = _op(name, score)(*tensors, *score, *wanted, *terms, None, sinks)
     if score:
         captured = iter(of_captured[0])
         nothing[ctx.scored_at] = [next(captured) if w else None for w in wanted[0]]
@@ -307,6 +311,29 @@ def traced_block_sparse(
     terms += q_descale, k_descale, v_descale, use_fast_accum, sinks
     result = call(BLOCK_SPARSE_OP + SCORED if score else BLOCK_SPARSE_OP, (q, k, v, *mask, *score), out, terms)
     return result if return_lse else result[0]
+
+
+def traced_backward(
+    dout, dlse, q, k, v, out, lse, block_mask, cu_q, cu_k, score_mod, *, causal, window_size, softcap, scale, q_offset,
+    k_offset, deterministic, grad_dtype,
+):  # fmt: skip
+    """shards.attention_backward inside a torch.compile trace, and of calls that go through the dispatcher."""
+    check_traced("attention_backward", q, k, v, out, lse, dout, dlse)
+    score = () if score_mod is None else written(score_mod, SCORE_MOD)
+    check_no_grad("attention_backward", dout, dlse, q, k, v, out, lse, *(score[2] if score else ()))
+    wanted = ([False] * len(score[2]),) if score else ()
+    checks.check_results("attention_backward", dout, dlse, q, v, out, lse, grad_dtype)
+    tensors, name = (dout, dlse, q, k, v, out, lse), "attention_backward"
+    scalars = _float(softcap), _float(scale), q_offset, k_offset
+    if block_mask is None:
+        left, right = (None, None) if window_size is None else window_size
+        terms = causal, left, right, *scalars, cu_q, cu_k, deterministic, grad_dtype, None
+    else:
+        checks.refuse_with_mask("attention_backward", window_size, cu_q, cu_k)
+        mask, form = crossing(block_mask)
+        name, terms = "block_sparse_attention_backward", (causal, *scalars, form, deterministic, grad_dtype, None)
+        return _op(name, score)(*tensors, *score, *wanted, *mask, *terms)[:3]
+    return _op(name, score)(*tensors, *score, *wanted, *terms)[:3]
 
 
 def _differentiable(op: str, q, k, v, sinks, out, score: tuple) -> bool:

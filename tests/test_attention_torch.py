@@ -120,10 +120,10 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
     elif form == "of one projection":
         q, k, v = of_one_projection(q, k, v)
     mask = crossing(masks()[1].to(device))
-    dense = False, None, None, None, None, None, None, False, None
+    dense = False, *[None] * 8, False, None, None
     for name, lists, terms in (
         ("attention", (), dense),
-        ("block_sparse_attention", mask, (*mask, False, None, None, "lists", False, None)),
+        ("block_sparse_attention", mask, (*mask, False, *[None] * 4, "lists", False, None, None)),
     ):
         out, lse = getattr(OPS, name)(q, k, v, *lists, return_lse=True)
         call, backward = (torch.randn_like(out), None, q, k, v, out, lse, *terms), getattr(OPS, f"{name}_backward")

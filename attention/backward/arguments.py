@@ -3,18 +3,20 @@
 import math
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
+from cute_kernels.tile.element import element_of
 
 from ..forward.arguments import function_args, offsets_args, score_args, sinks_args
 from .config import PREPARE_WARPS as WARPS
 from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 
-def heads(facts, width: int):
+def heads(facts, width: int, dtype: str | None = None):
     """A fake of Q, K, V, O or a gradient of one: (B, H, S, width), packed (total, H, width)."""
     import cutlass.cute as cute
 
     rank = 3 if facts.packed else 4
-    return fake_tensor(facts.dtype, rank, rank - 1, 8, (*(cute.sym_int32() for _ in range(rank - 1)), width))
+    dtype, shape = dtype or facts.dtype, (*(cute.sym_int32() for _ in range(rank - 1)), width)
+    return fake_tensor(dtype, rank, rank - 1, element_of(dtype).vector, shape)
 
 
 def cu_seqlens(facts):
@@ -54,7 +56,7 @@ def convert_args(facts: ConvertFacts) -> tuple:
     from cutlass import Float32
 
     dq = tiles(facts.config.tile_m * facts.head_dim)
-    return dq, cu_seqlens(facts), heads(facts, facts.head_dim), Float32(1.0), fake_stream()
+    return dq, cu_seqlens(facts), heads(facts, facts.head_dim, facts.grad_dtype), Float32(1.0), fake_stream()
 
 
 def backward_args(facts: BackwardFacts) -> tuple:
@@ -62,7 +64,8 @@ def backward_args(facts: BackwardFacts) -> tuple:
     from cutlass import Float32, Int32
 
     dim, dim_v = facts.head_dim, facts.head_dim_v
-    tensors = (heads(facts, width) for width in (dim, dim, dim_v, dim_v, dim, dim_v))
+    tensors = [heads(facts, width) for width in (dim, dim, dim_v, dim_v)]
+    tensors += [heads(facts, width, facts.grad_dtype) for width in (dim, dim_v)]
     arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
     blocks = None
     if facts.blocks is not None:

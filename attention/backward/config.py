@@ -93,6 +93,7 @@ class BackwardFacts:
     score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
     score_sums: tuple[int, ...] = ()  # the tensors that it captures, by number, whose gradients are computed
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
+    grad_dtype: str | None = None  # of dQ, dK and dV; None: the operands'
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -233,6 +234,7 @@ class ConvertFacts:
     config: BackwardConfig
     head_dim: int
     packed: bool
+    grad_dtype: str | None = None  # of dQ; None: the operands'
 
     def key(self) -> str:
         return repr(self)

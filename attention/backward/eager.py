@@ -44,6 +44,7 @@ class Terms(NamedTuple):
     score: ScoreMod | None = None
     score_sums: tuple[int, ...] = ()  # BackwardFacts'
     offsets: Offsets = None
+    grad_dtype: torch.dtype | None = None  # of dQ, dK and dV; None: the operands'
 
 
 @dataclass
@@ -77,7 +78,7 @@ def backward(
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dQ, dK, dV, dsinks) of CUDA tensors, of the shapes and dtypes of q, k, v and sinks.
+    """(dQ, dK, dV, dsinks) of CUDA tensors, of the shapes and dtypes of q, k, v and sinks; see Terms.grad_dtype.
 
     Args:
         dout: the gradient of out, of its shape and of any strides. One that TMA cannot read is copied.
@@ -89,7 +90,7 @@ def backward(
         score: the score_mod; sums: of tensors that it captures, by number, the fp32 sums that gradients are added to.
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        return *(torch.zeros_like(t) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
+        return *(torch.zeros_like(t, dtype=terms.grad_dtype) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
     if (dout.data_ptr() | out.data_ptr()) & 15:  # a plan knows of the alignment of q, k and v
         dout, out = dout.clone(), out.clone()
     element, reads = None, ()
@@ -164,11 +165,12 @@ def plan_backward(
         score=terms.score,
         score_sums=terms.score_sums,
         offsets=terms.offsets is not None,
+        grad_dtype=None if terms.grad_dtype is None else NAMES[terms.grad_dtype],
     )
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    results = [(f"d{name}", gradient_of(t, device="meta")) for name, t in named[:3]]
+    results = [(f"d{name}", gradient_of(t, "meta", terms.grad_dtype)) for name, t in named[:3]]
     plan.gradients = tuple((tuple(t.shape), t.stride(), t.dtype) for _, t in results)
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()

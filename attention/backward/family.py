@@ -78,6 +78,7 @@ class FlashBackward(Family):
     def describe(self, facts: BackwardFacts) -> dict[str, str]:
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
         switches += (("packed", facts.packed), ("in one order", facts.deterministic), ("offsets", facts.offsets))
+        switches += ((f"to {short(facts.grad_dtype)}", facts.grad_dtype),)
         more = [text for text, there in switches if there]
         if facts.score:
             more.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))
@@ -155,7 +156,7 @@ class BackwardConvert(Family):
             "path": facts.path,
             "configuration": str(facts.config),
             "problem": f"dQ D {facts.head_dim}",
-            "operands": short(facts.dtype),
+            "operands": short(facts.dtype) + (f" to {short(facts.grad_dtype)}" if facts.grad_dtype else ""),
             "epilogue": "packed" if facts.packed else "",
         }
 
@@ -168,7 +169,8 @@ def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = Non
 
 def convert_of(facts: BackwardFacts) -> ConvertFacts:
     """Of the kernel after the one of such facts."""
-    return ConvertFacts(facts.arch, facts.path, facts.dtype, facts.config, facts.head_dim, facts.packed)
+    terms = facts.config, facts.head_dim, facts.packed, facts.grad_dtype
+    return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 
 
 def _dims(dim: int, dim_v: int) -> str:

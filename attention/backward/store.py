@@ -2,22 +2,40 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.tile.element import BITS_16
 
 from ..forward.store_o import store_rows
+from .config import FP32
 
 
 @cute.jit
 def store_fragment(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
     """Store an accumulator ((2, 2), tiles_m, columns / 8) to mX (rows, columns); see store_o.store_rows."""
-    if const_expr(cute.size(acc) // tiles_m % 16 == 0):
+    if const_expr(mX.element_type is Float32):
+        store_fp32(acc, mX, row, rows, tiles_m)
+    elif const_expr(cute.size(acc) // tiles_m % 16 == 0):
         store_rows(acc, mX, row, rows, tiles_m)
     else:
         store_pairs(acc, mX, row, rows, tiles_m)
+
+
+@cute.jit
+def store_fp32(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr):
+    """The same in FP32, two neighbouring columns at a time."""
+    for r in range_constexpr(2 * tiles_m):
+        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * FP32
+        for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
+            pair = cute.make_rmem_tensor(2, Float32)
+            values = cute.make_tensor(acc.iterator + 2 * (r + 2 * tiles_m * i), cute.make_layout(2))
+            for j in range_constexpr(2):
+                pair[j] = values[j]
+            if row + 8 * r < rows:
+                place = make_ptr(Float32, at + i * (8 * FP32), AddressSpace.gmem, assumed_align=2 * FP32)
+                cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
 
 
 @cute.jit
