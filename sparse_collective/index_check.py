@@ -1,4 +1,4 @@
-"""Are a BSR matrix's indices right, and what does the same look at them tell of its pattern?
+"""Check the indices of a BSR matrix, and compute the statistics of its pattern with the same synchronization.
 
 Everything is computed on the indices' device and read once. Functions take a BsrMatrix of which no more is known than
 that its tensors' shapes fit together (arguments.py).
@@ -11,7 +11,7 @@ from cute_kernels.matmul.problem import NOT_KNOWN, STATS_ROWS, PatternStats
 
 
 def check(W) -> tuple[str, bool, PatternStats]:
-    """What is wrong first, or ""; whether all block rows hold equally many blocks; what is known of the pattern."""
+    """The first error or "", True if all block rows hold equally many blocks, and the statistics of the pattern."""
     crow, col, nnz, cols = rows_of_all_items(W), W.col_indices, W.nnz, W.n_block_cols
     # (nnz + 1,); clamped so that a wrong crow ends in a flag and not in a write out of bounds.
     starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=col.device)
@@ -27,14 +27,12 @@ def check(W) -> tuple[str, bool, PatternStats]:
     )
     longest = lengths.max() if len(lengths) else crow[0]
     group_rows = max(W.blocksize[0], STATS_ROWS)
-    *wrong, even, listed, longest = torch.stack(
-        [x.long() for x in (*flags, needed_columns(W, group_rows), longest)]
-    ).tolist()
+    facts = *flags, needed_columns(W, group_rows), longest
+    *wrong, even, listed, longest = torch.stack([x.long() for x in facts]).tolist()
     if any(wrong):
         return first_error(W), False, NOT_KNOWN
     if W.batch == "patterns":
         return "", bool(even), NOT_KNOWN
-
     listed = round(listed / max(1, -(-W.shape[-2] // group_rows) * cols), 2)
     return "", bool(even), PatternStats(listed, round(longest / max(1, cols), 2))
 
@@ -67,7 +65,7 @@ def needed_columns(W, rows: int) -> Tensor:
 
 
 def first_error(W) -> str:
-    """What is wrong first, crow_indices before col_indices. Copies the indices to the host."""
+    """The first error, crow_indices before col_indices. Copies the indices to the host."""
     crow, col, nnz, cols = rows_of_all_items(W).cpu(), W.col_indices.cpu(), W.nnz, W.n_block_cols
     patterns, rows = W.batch == "patterns", max(W.n_block_rows, 1)
 

@@ -1,4 +1,4 @@
-"""Which blocks are stored: block patterns as sorted keys, made and compared without a device synchronisation.
+"""Block patterns as sorted keys, made and compared without a device synchronization.
 
 The key of a block is row * cols + col, row-major, so that the keys of a pattern are ascending and without duplicates.
 Everything here is sort, searchsorted and gather on the indices' device: sizes are known on the host, contents are not.
@@ -24,7 +24,7 @@ class Pattern:
     """The indices of a BsrMatrix without its values.
 
     Args:
-        crow_indices: (M / bm + 1,) int32 or int64; of items with a pattern each (L, M / bm + 1).
+        crow_indices: (M / bm + 1,) int32 or int64; (L, M / bm + 1) for items with a pattern each.
         col_indices: (nnz,) of the same dtype.
         shape: (M, K), or (L, M, K) of items with a pattern each.
         blocksize: (bm, bk).
@@ -78,7 +78,7 @@ class Pattern:
         return stored.index_fill_(0, self.keys(), True).view(shape)
 
     def error(self) -> str:
-        """What is wrong with the contents of the indices, first thing first, or "". Synchronises."""
+        """The first error in the contents of the indices, or "". Synchronizes."""
         return index_check.check(self)[0]
 
 

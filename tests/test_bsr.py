@@ -297,7 +297,7 @@ def test_check_reads_the_device_once_and_remembers(monkeypatch, form):
     with Operations() as second:
         a.check_indices()
         a.check_indices()
-    assert reads == [(9,)] and second.names == [] and not first.asked()
+    assert reads == [(8,)] and second.names == [] and not first.asked()
 
 
 def test_failure_is_not_remembered_as_success():

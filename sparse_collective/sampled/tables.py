@@ -1,23 +1,24 @@
-"""Which stored blocks a work tile of a sampled product computes: made once per pattern, on its device, with no sync."""
+"""The work tiles of an SDDMM: the stored blocks that each computes. Made once per pattern, without synchronizing."""
 
 import torch
 
 
 def rows_of(pattern) -> torch.Tensor:
-    """crow_indices; of a batch with a pattern for each item, of all items one after the other."""
+    """crow_indices (rows + 1,); for a batch with a pattern for each item, those of all items one after the other."""
     crow = pattern.crow_indices
     return crow if crow.dim() == 1 else torch.cat([crow[:, :-1].flatten(), crow[-1, -1:]])
 
 
 def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Tensor:
-    """(groups, 3) int32: block row, number of the first box, and how many boxes, of every work tile.
+    """(groups, 3) int32: block row, index of the first box, and number of boxes of every work tile.
 
     A stored block is `parts` boxes side by side: box q is part q % parts of block q // parts. A group is up to `boxes`
-    consecutive ones of a block row. The full groups come first, then what is left of each row, the most first, so that
-    workers which take them in turn end together. Where a row or a place has none, the group has no boxes.
+    consecutive boxes of a block row. Full groups come first, then the remainder of each row, the largest first, so that
+    workers finish together. Rows without a remainder, and unused places of full groups, have a group of no boxes.
     """
     rows = len(crow) - 1
-    first, counts = crow[:-1].long() * parts, crow.diff().long() * parts
+    begins = crow.long() * parts
+    first, counts = begins[:-1], begins.diff()
     full, left = counts // boxes, counts % boxes
     ends = full.cumsum(0)  # of the full groups of each row
     number = torch.arange(nnz * parts // boxes, device=crow.device)

@@ -1,10 +1,10 @@
-"""What the kernel for small blocks must know of a pattern: which columns of W a group of rows needs, and in which
-order it meets their blocks. Made once per pattern, on its device, without waiting for it; plain torch.
+"""The tables of the kernel for small blocks: the columns of W that a group of rows needs, and the order in which it
+loads their blocks. Made once per pattern, on its device, without synchronizing.
 
     segment   the rows of one consumer warpgroup: 64 rows of W, 64 / bm block rows
     group     the segments of one cluster: 3 for each CTA
-    slice     a block column, or 64 columns of a wider one, or two neighbours: what a group needs of B, or leaves out
-    chunk     as many of the needed slices as make 64 columns, neighbours or not
+    slice     a block column, or 64 columns of a wider one, or two neighboring ones: the unit in which B is loaded
+    chunk     as many of the needed slices as make 64 columns, neighboring or not
 
 For bm = bk = 16 a word holds 4 rows of 4 bits:   bit r * steps + s = block row r of the segment, column s of the chunk.
 """
@@ -21,8 +21,8 @@ BATCH = 32  # entries that a warp fetches at once, one a lane
 class BlockTables(NamedTuple):
     """The pattern as the kernel reads it; all int32, on the pattern's device.
 
-    counts (groups,): how many slices a group needs.
-    slices (groups, slices of a row): their numbers in ascending order; past the count, anything.
+    counts (groups,): number of slices that a group needs.
+    slices (groups, slices of a row): their indices in ascending order; past the count, anything.
     words (groups, chunks, 4 or 8): of each chunk of those, a word for every segment.
     order (max(nnz, 1),): the stored blocks segment by segment; in it, chunk by chunk in the order of a word's bits.
     """
@@ -79,7 +79,7 @@ def block_tables(
     everything = torch.arange(slices, device=device).expand(groups, -1)
     to = torch.where(needed, ranks - 1, slices)
     table = torch.zeros(groups, slices + 1, dtype=torch.int32, device=device)
-    table.scatter_(1, to, everything.int())  # what is not needed goes to the last place, which nobody reads
+    table.scatter_(1, to, everything.int())  # other slices go to the last place, which is not read
     order = torch.argsort((segment * words.shape[1] + chunk) * ROWS + bit)
     return BlockTables(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
 
