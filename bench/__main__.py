@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     mode = measure.add_mutually_exclusive_group()
     for name, text in (("quick", "a minute, attention three (the default)"), ("full", "every row and every peer")):
         mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
-    text = "rows whose name contains this; writes no file; errors, memory: those"
+    text = "rows whose name contains this; writes no file; errors: those"
     measure.add_argument("--only", default="", metavar="TEXT", help=text)
     measure.add_argument("--rounds", type=int, metavar="N", help=f"timed rounds a row (default {ROUNDS})")
     measure.add_argument("--limit", type=float, metavar="SECONDS", help="begin no row of a suite later than this")
@@ -169,10 +169,10 @@ def run_suite(suite: str, args: argparse.Namespace, best: dict, bar: Progress) -
 SUITES = {
     "block-sparse": Suite(cases.sparse_cases),
     "gemm": Suite(cases.gemm_cases),
-    "training": Suite(cases_training.training_cases, findings.of_training),
+    "training": Suite(cases_training.training_cases),
     "attention": Suite(cases_attention.attention_cases, findings.of_attention),
     cases_attention_backward.SUITE: Suite(cases_attention_backward.backward_cases, findings.of_backward),
-    cases_float8.SUITE: Suite(cases_float8.float8_cases, findings.notes),
+    cases_float8.SUITE: Suite(cases_float8.float8_cases),
     cases_float8_attention.SUITE: Suite(cases_float8_attention.float8_attention_cases),
     cases_generation.SUITE: Suite(cases_generation.generation_cases),
     cases_structured.SUITE: Suite(cases_structured.structured_cases),

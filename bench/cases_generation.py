@@ -13,10 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention import attention
-from attention.plan import has_kernel
-from cute_kernels import explain
-
 from .peers import Call, compare, needs
 from .rows import FASTEST, Candidate, Case
 
@@ -153,15 +149,6 @@ class Generation:
         note = ", ".join(f"{count - before[name]} {name}" for name, count in compiled().items())
         return Call(lambda: self.generate(model, compile_config=self.compile_config)[0], note)
 
-    def plan(self):
-        """Of the call of attention that each layer makes; None on a CPU."""
-        p, layer = self.problem, self.cache.layers[0]
-        q = self.prompt.new_zeros(p.batch, p.heads, 1, p.head_dim, dtype=layer.keys.dtype)
-        if not has_kernel(q):
-            return None
-        lengths = torch.full((p.batch,), p.prompt, dtype=torch.int32, device=q.device)
-        return explain(attention, q, layer.keys, layer.values, window_size=(None, 0), seqused_k=lengths)
-
 
 class Steps:
     """A logits processor that notes when each token's logits are there, and says which token comes next."""
@@ -220,7 +207,7 @@ def generation(problem: GenerationProblem, theirs: tuple[str, ...] = THEIRS, dev
         return held[0]
 
     def ours():
-        return made().call(OURS_IN_TRANSFORMERS), made().plan()
+        return made().call(OURS_IN_TRANSFORMERS), None
 
     others = [Candidate(name, problem.flops, lambda name=name: made().call(name)) for name in theirs]
     p = problem

@@ -4,7 +4,6 @@ Useful are the stored blocks of the feed-forward layers alone, whose products al
 so that a ratio is that of times.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_collective.nn import BsrLinear, DenseGradients, change_pattern_
+from sparse_collective.nn import BsrLinear, change_pattern_
 from tests.reference import truth
 
 from . import peers, timing
@@ -215,46 +214,30 @@ def check_feed_forward(layer: FeedForward, x: Tensor) -> None:
 
 
 def changing(
-    method: str, asked: float | None = None, *, even: bool = True, size: int = CUBE, tokens: int = CUBE,
-    density: float = EIGHTH, block: tuple[int, int] = (128, 128), device: str = "cuda", graph: bool = False,
+    asked: float | None = None, *, size: int = CUBE, tokens: int = CUBE, density: float = EIGHTH,
+    block: tuple[int, int] = (128, 128), device: str = "cuda", graph: bool = False,
 ) -> Case:  # fmt: skip
-    """A layer's forward, backward and AdamW, and a change of its pattern, beside the same of a pattern that stays.
+    """A layer's forward, backward and AdamW, and a change of its pattern by SET, beside the same with a fixed pattern.
 
-    What kernels know of a pattern is made in the step that uses it first: here in each. A graph of a step with a change
-    is captured when nothing is known of the pattern, so it makes that in each replay.
+    A step with a change computes the tables of its pattern; a graph of it is captured when none is known, so it
+    computes them in each replay.
 
     Args:
-        method: "SET", which grows random blocks, or "RigL", those of the largest dense gradient, computed in this step.
-            Since x and dy stay the same, RigL grows what it drops after some steps; its work is the same.
-        even: whether block rows hold equally many blocks, before and after.
-        graph: whether both steps are replayed as CUDA graphs. Torch's own generator, which random blocks are drawn by,
-            draws anew in each replay.
+        graph: True to replay both steps as CUDA graphs; torch's generator draws other blocks in each replay.
     """
     per_row = round(density * size / block[1])
     problem = Problem("layer", size, tokens, size, block, per_row * block[1] / size, products=3)
     shared = functools.cache(lambda: tuple(torch.randn(tokens, size, device=device, dtype=DTYPE) for _ in range(2)))
 
-    def change(layer: BsrLinear, grow, optimizer=None) -> None:
-        change_pattern_(layer, DROPPED, grow=grow, even_rows=even, optimizer=optimizer)
-
     def step(changes: bool) -> tuple[Call, BsrLinear]:
         x, dy = shared()
         layer = BsrLinear(size, size, False, block, density=problem.density, device=device, dtype=DTYPE)
-        change(layer, "random")  # so that with even=False rows differ from here on
-        gradients = DenseGradients(layer)
-
-        def backward(leaf: Tensor) -> None:
-            with gradients if changes and method == "RigL" else contextlib.nullcontext():
-                layer(leaf).backward(dy)
 
         def after(optimizer) -> None:
-            if method == "SET":
-                optimizer.zero_grad()  # which would be moved, too
-                change(layer, "random", optimizer)
-            else:
-                change(layer, gradients.block_norms(layer), optimizer)
-                gradients.clear()
+            optimizer.zero_grad()  # gradients would be moved, too
+            change_pattern_(layer, DROPPED, grow="random", even_rows=True, optimizer=optimizer)
 
+        backward = lambda leaf: layer(leaf).backward(dy)  # noqa: E731
         return training_call(layer.parameters(), backward, x, after if changes else None, graph), layer
 
     def ours():
@@ -268,18 +251,16 @@ def changing(
             peers.compare(layer(x)[rows], truth(x[rows], dense, dtype=torch.float32))
         return call, None
 
-    name = f"layer {block[0]}x{block[1]}, {density:g}, step with a change by {method}"
-    name += ("" if even else ", uneven") + (", in a CUDA graph" if graph else "")
+    name = f"layer {block[0]}x{block[1]}, {density:g}, step with a change by SET" + (
+        ", in a CUDA graph" if graph else ""
+    )
     others = [Candidate(KEPT, problem.flops, lambda: step(False)[0])]
     return Case("training", name, problem, ours, others, KEPT, asked)
 
 
-def model_cases(mode: str) -> Iterator[Case]:
+def model_cases() -> Iterator[Case]:
     """A step with a change takes at most four of one without: 3 % of a run that changes its pattern every 100 steps."""
     yield swiglu("bf16", 4096, 14336, 8192, 0.05, 14.0)
     yield transformer(0.9)
     for graph in (False, True):
-        yield changing("SET", 1 / 4, graph=graph)
-    if mode == "full":
-        yield changing("SET", even=False)
-        yield changing("RigL")
+        yield changing(1 / 4, graph=graph)

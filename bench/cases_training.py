@@ -131,7 +131,7 @@ def training_cases(mode: str) -> Iterator[Case]:
     yield layer(128, 128, 6.3)
     yield layer(64, 64, 4.5)
     yield layer(128, 128, 6.0, activation="gelu")
-    yield from model_cases(mode)
+    yield from model_cases()
     if mode == "full":
         yield sampled(128, 128, accumulate=True)
         yield sampled(16, 16)

@@ -1,23 +1,17 @@
-"""What suites measure beside their rows: checks over several rows, errors against FP64, and memory.
+"""What suites measure beside their rows: checks over several rows, and errors against FP64.
 
 A suite's `findings(rows, only)` prints them and returns them for the result file.
 """
 
-import gc
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
 from rich.text import Text
-from torch import nn
-
-from sparse_collective.nn import BsrLinear
 
 from . import cases_attention, cases_attention_backward
 from . import peers_attention as peers
-from .cases import CUBE, DTYPE
 from .peers_attention import FA4, FLASH
 from .rows import OURS, Row, reason
 from .table import grid, make_console
@@ -70,8 +64,6 @@ def over_peer(row: Row, peer: str, what: str, asked: float) -> Check:
     share = None if other is None or row.ours.error else row.ours.tflops / other.tflops
     return Check(f"{row.name}: {what}", share, asked)
 
-
-# -- attention --------------------------------------------------------------------------------------------------
 
 HELD_SHARE = 0.97  # asked of a mask that users hold: it was converted by the first call
 ERRORS = (((1, 4096, 8, 128), False), ((1, 4096, 8, 64), True), ((1, 4096, 4, 256), True))  # (B, S, H, D), causal
@@ -144,70 +136,3 @@ def of_backward(rows: Sequence[Row], only: str = "") -> dict:
     asked = {dense.sparse_name(side): share for side, share in dense.OVER_DENSE.items()}
     found += [over_peer(row, dense.OUR_DENSE, OVER_DENSE, asked[row.name]) for row in rows if row.name in asked]
     return shown(found)
-
-
-def notes(rows: Sequence[Row], only: str = "") -> dict:
-    """Print the notes of FP8 rows: their errors against FP64."""
-    table = grid(("row", "ours", "torch"), title="errors of bfloat16 results, of the norm (and of the largest)")
-    for row in rows:
-        table.add_row(row.name, row.ours.note, *(peer.note or peer.error for peer in row.peers[:1]))
-    make_console().print(table)
-    return {}
-
-
-# -- training ---------------------------------------------------------------------------------------------------
-
-DENSE = "nn.Linear"
-HELD = 1.05  # at most, over what nn.Linear holds times the density
-
-
-def held_by(make: Callable[[], nn.Module], tokens: int, device: str, allocated: Callable[[], int]) -> int:
-    """Bytes of a layer after a training step: values, gradients, Adam's moments, and what kernels know of the pattern.
-
-    `allocated()` is how many bytes there are in all.
-    """
-    gc.collect()
-    before = allocated()
-    with torch.device(device):
-        layer = make()
-        x = torch.randn(tokens, layer.in_features, dtype=DTYPE, requires_grad=True)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(x).square().mean().backward()
-        optimizer.step()
-    x = None
-    gc.collect()
-    return allocated() - before
-
-
-def memory(
-    size: int = CUBE, tokens: int = CUBE, density: float = 1 / 8, block: tuple[int, int] = (128, 128),
-    device: str = "cuda", allocated: Callable[[], int] | None = None,
-) -> dict:  # fmt: skip
-    """{"density", "bytes": those of a layer size -> size after a step, ours and dense}; or {"error"}."""
-    makes = {
-        OURS: lambda: BsrLinear(size, size, False, block, density=density, dtype=DTYPE),
-        DENSE: lambda: nn.Linear(size, size, bias=False, dtype=DTYPE),
-    }
-    try:
-        for _ in range(2):  # workspaces that all layers share are there the second time
-            found = {
-                name: held_by(make, tokens, device, allocated or torch.cuda.memory_allocated)
-                for name, make in makes.items()
-            }
-    except Exception as error:
-        return {"error": reason(error)}
-    return {"density": density, "bytes": found}
-
-
-def of_training(rows: Sequence[Row], only: str = "") -> dict:
-    """The memory of a layer after a step, over that of nn.Linear times the density."""
-    if only not in ("", "memory"):
-        return {}
-    found = memory()
-    print(f"a layer's memory after a step: {found.get('bytes') or found['error']}")
-    held = found.get("bytes")
-    share = held and held[OURS] / (held[DENSE] * found["density"])
-    name = "values, gradients and Adam's state in memory, over dense times density"
-    return {"memory": found} | shown([Check(name, share, HELD, at_most=True)])
