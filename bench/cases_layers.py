@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
-from sparse_collective.nn import Float8SwiGLU, SwiGLU, prune_2_4_
+from sparse_collective.nn import Float8SwiGLU, Sparse24Config, SwiGLU, prune_2_4_
 from tests.reference import truth
 
 from . import peers
@@ -148,7 +148,7 @@ def swiglu(
 
     def pruned() -> nn.Module:
         model = nn.Sequential(dense() if density is None else sparse())
-        prune_2_4_(model, dense=density is None)
+        prune_2_4_(model, Sparse24Config(dense=density is None))
         return model[0]
 
     others, name = {DENSE_SWIGLU: dense}, f"SwiGLU {dim} to {hidden}, "

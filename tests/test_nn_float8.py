@@ -19,6 +19,7 @@ from sparse_collective.nn import (
     Bsr24Linear,
     BsrLinear,
     Float8BsrLinear,
+    Float8Config,
     Float8SwiGLU,
     Sparse24Linear,
     SwiGLU,
@@ -328,7 +329,7 @@ def test_moves_keep_dtypes():
 def test_other_layers_stay():
     """Those of 2:4 values, also inside of a SwiGLU."""
     model = nn.Sequential(feed_forward(), feed_forward())
-    prune_2_4_(model, lambda module, fqn: fqn != "1.down")
+    prune_2_4_(model, filter_fn=lambda module, fqn: fqn != "1.down")
     report = quantize_(model)
     assert [c.name for c in report.changed] == ["1.down"]
     assert [c.name for c in report.skipped] == ["0.gate_up", "0.down", "1.gate_up"]
@@ -432,7 +433,7 @@ def test_layers_that_are_refused():
     with pytest.raises(TypeError, match="needs a SwiGLU, got Linear"):
         Float8SwiGLU(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="dtype is torch.bfloat16"):
-        quantize_(feed_forward(), BF16)
+        quantize_(feed_forward(), Float8Config(BF16))
     with pytest.raises(ValueError, match=r"of one layer use Float8BsrLinear\(layer\)"):
         quantize_(BsrLinear(256, 256, blocksize=(64, 64), density=0.5, dtype=BF16))
 

@@ -15,6 +15,7 @@ from sparse_collective.nn import (
     GatedBsrLinear,
     GatedLinear,
     InputNorms,
+    Sparse24Config,
     SparsityConfig,
     SwiGLU,
     densify_,
@@ -264,10 +265,10 @@ def test_swaps_of_gated_layers(place):
     sparsify_(layer, SparsityConfig(BLOCK, 1.0))
     assert type(layer.gate_up) is GatedBsrLinear and layer.gate_up.activation == "gelu"
     near(layer(x), wanted.double(), 2)
-    mask_2_4_(other, dense=True)
+    mask_2_4_(other, Sparse24Config(dense=True))
     masked = other(x)
     masked.float().sum().backward()
-    prune_2_4_(other, dense=True)
+    prune_2_4_(other, Sparse24Config(dense=True))
     assert other.gate_up.gated and other.gate_up.activation == "gelu" and "gated=True" in repr(other)
     with torch.no_grad():
         near(other(x), masked.double(), 2)

@@ -16,6 +16,7 @@ from sparse_collective.nn import (
     Bsr24Linear,
     BsrGroupedLinear,
     BsrLinear,
+    Sparse24Config,
     Sparse24Linear,
     SwiGLU,
     mask_2_4_,
@@ -195,7 +196,7 @@ def test_layers_on_the_meta_device():
     with torch.device("meta"):
         empty = nn.Sequential(BsrLinear(256, 192, True, (64, 64), density=0.1, dtype=BF16), nn.Linear(192, 64)).to(BF16)
     for model in (full, empty):
-        assert len(prune_2_4_(model, dense=True).changed) == 2
+        assert len(prune_2_4_(model, Sparse24Config(dense=True)).changed) == 2
     empty.load_state_dict(full.state_dict(), assign=True)
     x = tokens(8, 256)
     assert torch.equal(empty(x), full(x))
@@ -279,7 +280,7 @@ def test_a_model():
     for words in ("has hooks", "blocks of 32x32", "bsr_grouped_linear takes a Bsr24", "3 of 6 layers"):
         assert words in text
     assert report.changed[0].after == shared.values.numel() // 2 + 256
-    report = prune_2_4_(model, dense=True)
+    report = prune_2_4_(model, Sparse24Config(dense=True))
     assert isinstance(model[5], Sparse24Linear) and " -  " in str(report)
     with torch.no_grad():
         assert nn.Sequential(*model[:6])(tokens(8, 256)).isfinite().all()
@@ -291,7 +292,7 @@ def test_layers_that_stay_dense():
     model["b"].weight = tied.weight
     model["attention"] = nn.MultiheadAttention(64, 2)
     model["e"] = nn.Linear(64, 64).to(E4M3)
-    report = prune_2_4_(model, lambda module, fqn: fqn != "d", dense=True)
+    report = prune_2_4_(model, Sparse24Config(dense=True), lambda module, fqn: fqn != "d")
     why = {c.name: c.skipped for c in report.skipped}
     assert set(why) == {"a", "b", "c", "e", "attention.out_proj"} and not report.changed
     assert "shares a parameter" in why["a"] and "multiple of 4" in why["c"] and "is a Non" in why["attention.out_proj"]
@@ -324,8 +325,8 @@ def test_masks(where, compiled):
     wanted = nn.Sequential(copy.deepcopy(layer), copy.deepcopy(plain))
     model = nn.Sequential(layer, plain)
     state = model.state_dict()
-    report = mask_2_4_(model, dense=True)
-    assert len(report.changed) == 2 and not mask_2_4_(model, dense=True).changes
+    report = mask_2_4_(model, Sparse24Config(dense=True))
+    assert len(report.changed) == 2 and not mask_2_4_(model, Sparse24Config(dense=True)).changes
     assert type(layer).__name__ == "Masked24BsrLinear" and type(plain).__name__ == "Masked24Linear"
     assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
     with torch.no_grad():
@@ -340,7 +341,7 @@ def test_masks(where, compiled):
         off = (mine.grad.float() - right.grad.float()).norm() / right.grad.float().norm()
         assert off < (0.02 if where == "cuda" else 1e-6)
     made = copy.deepcopy(model)
-    prune_2_4_(made, dense=True)
+    prune_2_4_(made, Sparse24Config(dense=True))
     for new, old in zip(made, wanted, strict=True):
         assert torch.equal(new.weight.to_dense(), old.weight.to_dense() if isinstance(old, BsrLinear) else old.weight)
     torch._dynamo.reset()
@@ -350,7 +351,7 @@ def test_masks_of_models():
     model = nn.Sequential(SwiGLU(256, 384, blocksize=(64, 64), density=0.5, dtype=BF16), linear(K=256, M=256))
     model.append(BsrLinear(256, 256, blocksize=(32, 32), density=0.5, dtype=BF16))
     hook = model[0].down.register_forward_hook(lambda *_: None)
-    report = mask_2_4_(model, lambda module, fqn: fqn != "1", dense=True)
+    report = mask_2_4_(model, Sparse24Config(dense=True), lambda module, fqn: fqn != "1")
     assert [c.name for c in report.changed] == ["0.gate_up", "0.down"] and "blocks of 32x32" in str(report)
     x = tokens(8, 256)
     y = model(x)
@@ -378,14 +379,14 @@ def test_masks_of_torch_that_stay():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens(8, 256)).float().square().mean().backward()
     optimizer.step()
-    assert "has hooks" in str(prune_2_4_(model, dense=True)) and isinstance(model[0], BsrLinear)
+    assert "has hooks" in str(prune_2_4_(model, Sparse24Config(dense=True))) and isinstance(model[0], BsrLinear)
     for layer, name in places:
         prune.remove(layer, name)
     assert not (model[0].values[~kept]).any() and torch.equal(prune_2_4(model[0].values), model[0].values)
     x = tokens(8, 256)
     with torch.no_grad():
         wanted = model(x).float()
-    assert len(prune_2_4_(model, dense=True).changed) == 2
+    assert len(prune_2_4_(model, Sparse24Config(dense=True)).changed) == 2
     assert ((model(x).float() - wanted).norm() / wanted.norm()) < 0.02
 
 
@@ -400,7 +401,7 @@ def test_a_compiled_model_has_no_break(where):
         *(blocks(where, activation="silu"), nn.LayerNorm(192, device=where, dtype=BF16), linear(where, 256, 192)),
         SwiGLU(256, 384, blocksize=(64, 64), density=0.5, device=where, dtype=BF16),
     )
-    prune_2_4_(model.eval(), dense=True)
+    prune_2_4_(model.eval(), Sparse24Config(dense=True))
     backend = "inductor" if where == "cuda" else "aot_eager"
     run, x = torch.compile(model, fullgraph=True, backend=backend), tokens(40, 256, where=where)
     with torch.no_grad():
@@ -420,7 +421,7 @@ def test_a_compiled_model_has_no_break(where):
 def test_compiled_refusal_and_export():
     torch._dynamo.reset()
     model = nn.Sequential(blocks(), linear(K=192))
-    prune_2_4_(model, dense=True)
+    prune_2_4_(model, Sparse24Config(dense=True))
     x = tokens(8, 256)
     with pytest.raises(Exception, match="for inference and computes no gradients"):
         torch.compile(model, fullgraph=True, backend="eager")(x.clone().requires_grad_())

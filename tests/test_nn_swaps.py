@@ -15,6 +15,7 @@ from sparse_collective.nn import (
     Float8BsrLinear,
     Masked24BsrLinear,
     Report,
+    Sparse24Config,
     Sparse24Linear,
     SparsityConfig,
     densify_,
@@ -45,7 +46,7 @@ SWAPS = {
     "densify_": (densify_, sparse, nn.Linear),
     "mask_2_4_": (mask_2_4_, sparse, Masked24BsrLinear),
     "prune_2_4_": (prune_2_4_, sparse, Bsr24Linear),
-    "prune_2_4_ dense": (partial(prune_2_4_, dense=True), dense, Sparse24Linear),
+    "prune_2_4_ dense": (partial(prune_2_4_, config=Sparse24Config(dense=True)), dense, Sparse24Linear),
     "quantize_": (quantize_, sparse, Float8BsrLinear),
 }
 every = pytest.mark.parametrize("name", list(SWAPS))
@@ -68,7 +69,20 @@ class Model(nn.Module):
 def test_one_signature():
     for function in (sparsify_, densify_, mask_2_4_, prune_2_4_, quantize_):
         signature = inspect.signature(function)
-        assert "filter_fn" in signature.parameters and signature.return_annotation == "Report"
+        config = [] if function is densify_ else ["config"]
+        assert [*signature.parameters] == ["model", *config, "filter_fn"] and signature.return_annotation == "Report"
+
+
+def test_configs():
+    for function, config in (
+        (mask_2_4_, "Sparse24Config"),
+        (prune_2_4_, "Sparse24Config"),
+        (quantize_, "Float8Config"),
+    ):
+        with pytest.raises(TypeError, match=f"{function.__name__}: config must be a {config}, got function"):
+            function(nn.Sequential(sparse()), lambda module, fqn: True)
+    with pytest.raises(TypeError, match="dense must be True or False"):
+        Sparse24Config(lambda module, fqn: True)
 
 
 @every
@@ -129,9 +143,11 @@ def test_nothing_to_change_raises(name):
 
 def test_advice_where_there_is_no_layer():
     for swap in (prune_2_4_, mask_2_4_):
-        with pytest.raises(ValueError, match="has no BsrLinear or BsrGroupedLinear; pass dense=True for its nn.Linear"):
+        with pytest.raises(
+            ValueError, match=r"has no BsrLinear or BsrGroupedLinear; pass Sparse24Config\(dense=True\)"
+        ):
             swap(nn.Sequential(dense()))
-        assert len(swap(nn.Sequential(dense()), dense=True).changed) == 1
+        assert len(swap(nn.Sequential(dense()), Sparse24Config(dense=True)).changed) == 1
 
 
 def test_patterns_that_fit_nothing_the_filter_accepts():
@@ -172,7 +188,7 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("name", ["sparsify_", "prune_2_4_ dense", "mask_2_4_ dense"])
 def test_experts_of_3_d_parameters_are_reported(name):
-    swap = partial(mask_2_4_, dense=True) if name == "mask_2_4_ dense" else SWAPS[name][0]
+    swap = partial(mask_2_4_, config=Sparse24Config(dense=True)) if name == "mask_2_4_ dense" else SWAPS[name][0]
     model = Sparse()
     report = swap(model)
     assert [c.name for c in report.changed] == ["q"]

@@ -15,7 +15,7 @@ from sparse_collective import (
     bsr_matmul,
     random_bsr,
 )
-from sparse_collective.nn import BsrMixtureOfExperts, SwiGLU, mask_2_4_, prune_2_4_, quantize_
+from sparse_collective.nn import BsrMixtureOfExperts, Sparse24Config, SwiGLU, mask_2_4_, prune_2_4_, quantize_
 
 from .bsr_parts import DEVICES
 from .nn_parts import BF16, layer_of
@@ -40,7 +40,7 @@ def net(device, change=None):
 
 def dense(device, change):
     model = nn.Sequential(*(nn.Linear(K, K, device=device, dtype=BF16) for _ in "ab"))
-    change(model, dense=True)
+    change(model, Sparse24Config(dense=True))
     return model
 
 

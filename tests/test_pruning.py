@@ -519,7 +519,7 @@ def test_what_is_left_alone():
         sparsify_(nn.Linear(64, 64), SparsityConfig())
     with pytest.raises(ValueError, match="to_linear"):
         densify_(layer_of())
-    with pytest.raises(TypeError, match="needs a SparsityConfig"):
+    with pytest.raises(TypeError, match="config must be a SparsityConfig"):
         sparsify_(model, 0.5)
     with pytest.raises(ValueError, match="multiple of 16"):
         SparsityConfig((32, 30))

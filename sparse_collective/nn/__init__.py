@@ -15,13 +15,13 @@ from .float8 import Float8BsrLinear, Float8SwiGLU
 from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .prune24 import Masked24BsrLinear, Masked24Linear, mask_2_4_, prune_2_4_
+from .prune24 import Masked24BsrLinear, Masked24Linear, Sparse24Config, mask_2_4_, prune_2_4_
 from .pruning import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
 from .scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
 from .sparsify import SparsityConfig, densify_, sparsify_
 from .structured import Bsr24Linear, Sparse24Linear
 from .swap import Change, Report
-from .to_float8 import quantize_
+from .to_float8 import Float8Config, quantize_
 
 __all__ = [
     "Blocks",
@@ -33,6 +33,7 @@ __all__ = [
     "CubicSchedule",
     "DenseGradients",
     "Float8BsrLinear",
+    "Float8Config",
     "Float8SwiGLU",
     "GatedBsrLinear",
     "GatedLinear",
@@ -41,6 +42,7 @@ __all__ = [
     "Masked24Linear",
     "Pattern",
     "Report",
+    "Sparse24Config",
     "Sparse24Linear",
     "SparsityConfig",
     "SwiGLU",

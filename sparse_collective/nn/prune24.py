@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from .swap import (
     Change,
     FilterFn,
     Report,
+    check_config,
     expert_parameters,
     has_hooks,
     owners_of,
@@ -32,7 +34,18 @@ from .swap import (
     swap_layers,
 )
 
-__all__ = ["Masked24BsrLinear", "Masked24Linear", "mask_2_4_", "prune_2_4_"]
+__all__ = ["Masked24BsrLinear", "Masked24Linear", "Sparse24Config", "mask_2_4_", "prune_2_4_"]
+
+
+@dataclass(frozen=True)
+class Sparse24Config:
+    """The layers that mask_2_4_ and prune_2_4_ change: each BsrLinear, and with `dense` each nn.Linear, too."""
+
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dense, bool):
+            raise TypeError(f"Sparse24Config: dense must be True or False, got {self.dense!r}")
 
 
 class Masked24BsrLinear(BsrLinear):
@@ -75,7 +88,7 @@ MASKED = {
 }
 
 
-def mask_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bool = False) -> Report:
+def mask_2_4_(model: nn.Module, config: Sparse24Config = Sparse24Config(), filter_fn: FilterFn | None = None) -> Report:
     """Train the BsrLinear of a model with 2:4 masks: in each forward the two of largest magnitude of every four
     neighbours in a row are multiplied, and the gradient reaches all four (straight-through), so that masks may change.
 
@@ -86,18 +99,20 @@ def mask_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: boo
     Args:
         model: any module that contains such layers, or one itself; changed in place. Layers that prune_2_4_ would
             leave as they are get no masks either, and are reported; but hooks may stay.
+        config: with Sparse24Config(dense=True) each nn.Linear, too, becomes a Masked24Linear.
         filter_fn: (module, fqn) -> True to mask this layer. Layers that it refuses are not in the report.
-        dense: each nn.Linear, too, which becomes a Masked24Linear.
 
     Returns:
         What was done, layer by layer. Layers that have masks already are left out.
 
     Raises:
+        TypeError: `config` is no Sparse24Config.
         ValueError: the model has no such layer, or the filter accepts none.
 
     Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021.
     """
-    report, owners = Report(), owners_of(model)
+    check_config("mask_2_4_", config, Sparse24Config)
+    report, owners, dense = Report(), owners_of(model), config.dense
     for layer, (name, *_) in select("mask_2_4_", model, kinds_of(dense), filter_fn, hint_of(dense)).items():
         if type(layer) in MASKED.values():
             continue
@@ -112,7 +127,9 @@ def mask_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: boo
     return report
 
 
-def prune_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bool = False) -> Report:
+def prune_2_4_(
+    model: nn.Module, config: Sparse24Config = Sparse24Config(), filter_fn: FilterFn | None = None
+) -> Report:
     """Put a Bsr24Linear in the place of each BsrLinear of a model, for inference, also of those inside of a SwiGLU.
 
     Of every four neighbours in a row the two of largest magnitude are kept. A model that was not trained with such
@@ -123,21 +140,23 @@ def prune_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bo
 
     Args:
         model: any module that contains such layers; changed in place.
+        config: with Sparse24Config(dense=True) a Sparse24Linear replaces each nn.Linear, too. Left as they are:
+            other subclasses of nn.Linear than Masked24Linear and GatedLinear, layers whose in_features are no multiple
+            of 4, and 3-D parameters, as of experts.
         filter_fn: (module, fqn) -> True to swap this layer. Layers that it refuses are not in the report.
-        dense: put a Sparse24Linear in the place of each nn.Linear, too. Left are other subclasses of nn.Linear than
-            Masked24Linear and GatedLinear, layers whose in_features are no multiple of 4, and 3-D parameters, as of
-            experts.
 
     Returns:
         What was done, layer by layer. Parameters count what is stored: values and biases.
 
     Raises:
+        TypeError: `config` is no Sparse24Config.
         ValueError: `model` is such a layer itself or has none, or the filter accepts none.
     """
+    check_config("prune_2_4_", config, Sparse24Config)
     if isinstance(model, (BsrLinear, nn.Linear)):
         kind = "Bsr24Linear" if isinstance(model, BsrLinear) else "Sparse24Linear"
         raise ValueError(f"prune_2_4_ changes the layers inside of a model; of one layer use {kind}(layer)")
-    report, owners, made = Report(), owners_of(model), {}
+    report, owners, made, dense = Report(), owners_of(model), {}, config.dense
     for layer, (name, *_) in select("prune_2_4_", model, kinds_of(dense), filter_fn, hint_of(dense)).items():
         why = why_not(layer, owners) or ("has hooks, which would be lost" if has_hooks(layer) else "")
         if why:
@@ -153,7 +172,7 @@ def prune_2_4_(model: nn.Module, filter_fn: FilterFn | None = None, *, dense: bo
 
 def hint_of(dense: bool) -> str:
     """Advice for a model that has none of these layers."""
-    return "" if dense else "; pass dense=True for its nn.Linear"
+    return "" if dense else "; pass Sparse24Config(dense=True) for its nn.Linear"
 
 
 def experts_of(model: nn.Module, dense: bool) -> list[Change]:

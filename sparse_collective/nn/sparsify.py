@@ -21,6 +21,7 @@ from .swap import (
     Change,
     FilterFn,
     Report,
+    check_config,
     expert_parameters,
     has_hooks,
     names_of,
@@ -94,8 +95,7 @@ def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | No
     Example:
         report = sparsify_(model, SparsityConfig((128, 128), 0.25), lambda module, fqn: ".mlp." in fqn)
     """
-    if not isinstance(config, SparsityConfig):
-        raise TypeError(f"sparsify_ needs a SparsityConfig, got {type(config).__name__}")
+    check_config("sparsify_", config, SparsityConfig)
     if isinstance(model, nn.Linear):
         raise ValueError("sparsify_ changes the layers inside of a model; of one layer use BsrLinear.from_linear")
     chosen, owners, experts = select("sparsify_", model, (nn.Linear,), filter_fn), owners_of(model), []

@@ -78,6 +78,14 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return found
 
 
+def check_config(op: str, config, kind: type) -> None:
+    """TypeError for what is no config of the function `op`."""
+    if not isinstance(config, kind):
+        raise TypeError(
+            f"{op}: config must be a {kind.__name__}, got {type(config).__name__}; filter_fn comes after it"
+        )
+
+
 def select(
     op: str, model: nn.Module, kinds: tuple[type, ...], filter_fn: FilterFn | None, hint: str = ""
 ) -> dict[nn.Module, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,21 @@ from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .prune24 import Masked24BsrLinear, Masked24GatedBsrLinear
 from .structured import Bsr24Linear
-from .swap import Change, FilterFn, Report, hooks_of, names_of, select, shape_of, size_of, skipped, swap_layers
+from .swap import (
+    Change,
+    FilterFn,
+    Report,
+    check_config,
+    hooks_of,
+    names_of,
+    select,
+    shape_of,
+    size_of,
+    skipped,
+    swap_layers,
+)
 
-__all__ = ["quantize_"]
+__all__ = ["Float8Config", "quantize_"]
 
 CARRIED_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CARRIED = (  # with what says how they are called
@@ -27,7 +40,22 @@ CARRIED = (  # with what says how they are called
 NARROW = (BsrLinear, GatedBsrLinear, Masked24BsrLinear, Masked24GatedBsrLinear)  # classes that quantize_ replaces
 
 
-def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, filter_fn: FilterFn | None = None) -> Report:
+@dataclass(frozen=True)
+class Float8Config:
+    """The FP8 dtype of the weights and activations of the layers that quantize_ makes: float8_e4m3fn or float8_e5m2.
+
+    Raises:
+        TypeError: dtype is no FP8 dtype.
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOAT8:
+            raise TypeError(f"Float8Config: dtype is {self.dtype}; use one of {', '.join(map(str, FLOAT8))}")
+
+
+def quantize_(model: nn.Module, config: Float8Config = Float8Config(), filter_fn: FilterFn | None = None) -> Report:
     """Put a Float8BsrLinear in the place of each BsrLinear of a model, for inference.
 
     A SwiGLU whose two layers are replaced becomes a Float8SwiGLU. Forward hooks and forward pre-hooks of a layer are
@@ -36,7 +64,7 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, filter
 
     Args:
         model: any module that contains such layers; changed in place.
-        dtype: float8_e4m3fn or float8_e5m2.
+        config: see Float8Config.
         filter_fn: (module, fqn) -> True to swap this layer, as torchao has it; it sees the BsrLinear, also inside of
             a SwiGLU. Layers that it refuses are not in the report.
 
@@ -44,7 +72,7 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, filter
         What was done, layer by layer. Parameters count values and biases.
 
     Raises:
-        TypeError: dtype is no FP8 dtype.
+        TypeError: `config` is no Float8Config.
         ValueError: `model` is a BsrLinear itself or has none, the filter accepts none, or a layer to replace has hooks
             of its gradients or its state, or a pre-hook of torch.nn.utils that makes its weight. The model is as it
             was.
@@ -52,8 +80,7 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, filter
     Example:
         report = quantize_(model, filter_fn=lambda module, fqn: not fqn.endswith("lm_head"))
     """
-    if dtype not in FLOAT8:
-        raise TypeError(f"quantize_: dtype is {dtype}; known are {', '.join(map(str, FLOAT8))}")
+    check_config("quantize_", config, Float8Config)
     if isinstance(model, BsrLinear):
         raise ValueError("quantize_ changes the layers inside of a model; of one layer use Float8BsrLinear(layer)")
     chosen = select("quantize_", model, (BsrLinear, BsrGroupedLinear, Bsr24Linear), filter_fn)
@@ -67,7 +94,7 @@ def quantize_(model: nn.Module, dtype: torch.dtype = torch.float8_e4m3fn, filter
         if reasons[layer]:
             report.changes.append(skipped(name, layer, reasons[layer]))
             continue
-        new = made[layer] = with_hooks_of(layer, Float8BsrLinear(layer, dtype))
+        new = made[layer] = with_hooks_of(layer, Float8BsrLinear(layer, config.dtype))
         blocks = new.nnz, math.prod(new.grid)
         report.changes.append(Change(name, shape_of(layer), size_of(layer), size_of(new), *blocks))
     swap_layers(model, made)
