@@ -8,7 +8,7 @@ from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_mat
 
 from .reference import normal
 
-REFUSED = "reads a captured tensor that has a gradient, which the kernel does not compute"
+REFUSED = "reads a captured tensor that requires a gradient, which the kernel does not compute"
 CALLS = ["gemm", "gemm of a Sparse24", "bsr_matmul", "bsr_linear", "bsr_linear of a Bsr24", "bsr_grouped_linear"]
 
 

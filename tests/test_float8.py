@@ -391,13 +391,16 @@ def test_what_is_wrong_with_a_kernel_of_8_bits(arch):
             return DENSE.judge(facts, b"", SimpleNamespace(opcodes=codes), list(before))  # noqa: B023
 
         assert judged() == [] and judged(["x"]) == ["x"]
-        few = {product: f"{steps - 1} {product} for {steps} MMA steps", added: f"{sums - 1} {added} for {sums} sums"}
+        few = {
+            product: f"{steps - 1} {product} for {steps} MMA steps",
+            added: f"{sums - 1} {added} for {sums} accumulators",
+        }
         for code, count in ((product, steps), (added, sums)):
             (problem,) = judged(**{code: count - 1})
             assert problem.startswith(few[code])
         for code in ("HMMA", "HGMMA"):
             (problem,) = judged(**{code: 1})
-            assert problem.startswith("1 products of 16 bits")
+            assert problem.startswith("1 16-bit MMAs")
 
 
 def test_kernels_that_promote_hold_two_kinds_of_sums():

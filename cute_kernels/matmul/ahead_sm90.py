@@ -1,17 +1,17 @@
-"""The sm_90 kernel of promoted sums that begins a work tile while it stores the tile before.
+"""The sm_90 kernel with promoted accumulation that overlaps the store of a work tile with the next tile's first WGMMAs.
 
-A tile of few K-tiles, as block-sparse products have, spends a third of its time in the store, where tensor cores would
-wait. But a chunk's accumulators are free when the store has read them. So the next tile's first K-tile is multiplied
-there, straight into the accumulators:
+A block-sparse tile of few K-tiles spends a third of its time in the store, during which tensor cores would idle. The
+accumulators of a chunk are free once the store has read them, so the WGMMAs of the next tile's first K-tile write
+straight into them:
 
     consumer groups    for each work tile:
                            first K-tile times its factor, in the accumulators -> the other K-tiles (promoted_sm90)
-                           for each chunk of the store: read its accumulators -> start the next tile's product there
+                           for each chunk of the store: read its accumulators -> start the next tile's WGMMAs there
                                -> the chunk's barriers, stmatrix, TMA store
-                           wait for these products -> release their stage
+                           wait for these WGMMAs -> release their stage
 
-Nothing is cleared, and no register added. Where there is no next tile, or it has no K-tile, products of what lies in
-shared memory are started all the same, for nobody to use: a branch would have the compiler wait for each product.
+No accumulator is cleared, and no register is added. If there is no next tile, or it has no K-tile, the WGMMAs run on
+whatever shared memory holds and their result is never read: with a branch the compiler would wait for each WGMMA.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from .promoted_sm90 import ScaledMainloopSm90, of_step
 
 
 class AheadMainloopSm90(ScaledMainloopSm90):
-    """A tile whose first K-tile is multiplied already. Products are of 64 columns, with A in registers."""
+    """Mainloop of a tile whose first K-tile has been multiplied. WGMMAs have 64 columns and A in registers."""
 
     @cute.jit
     def begin(
@@ -164,14 +164,14 @@ class Coming:
     count: Int32
 
     def start_all(self) -> None:
-        """Of the first tile."""
+        """Start and finish all WGMMAs of the CTA's first tile."""
         for n in range(cute.size(self.operands[1], mode=[2])):
             self.start(n)
         self.wait()
 
     @cute.jit
     def start(self, n: cutlass.Constexpr):
-        """Start the product of chunk n's columns, in their order; the first one waits for its operands."""
+        """Start the WGMMAs of chunk n's columns; chunk 0 first waits for its operands."""
         if const_expr(n == 0):
             if self.count > 0:
                 self.ring.consumer_wait(self.read)

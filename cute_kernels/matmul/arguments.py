@@ -1,4 +1,4 @@
-"""What the products' functions are compiled from: fakes of their arguments."""
+"""Fake arguments that the GEMM functions are compiled with."""
 
 from ..runtime.fake import fake_stream, fake_tensor
 from .config import GemmFacts
@@ -11,7 +11,7 @@ def matrix(facts: GemmFacts, operand: int):
 
 
 def contiguous_mode(facts: GemmFacts, operand: int, major: str | None = None) -> int | None:
-    """Which mode of the torch tensor has stride 1, given its major as the kernel names it."""
+    """Mode of the torch tensor that has stride 1, given its major mode in the kernel's terms; None if any has."""
     major, rank = major or facts.majors[operand], facts.ranks[operand]
     # The major that names the last mode of the torch tensor: a is (M, K), b (K, N) and d (M, N), or with
     # `transposed` b is (N, K) and d (N, M).
@@ -20,7 +20,7 @@ def contiguous_mode(facts: GemmFacts, operand: int, major: str | None = None) ->
 
 
 def epilogue_args(facts: GemmFacts) -> tuple:
-    """Fakes of (bias, residual, z, alpha, beta); a term that the epilogue lacks is None."""
+    """Fakes of (bias, residual, z, alpha, beta); None for a term that the epilogue does not have."""
     from cutlass import Float32
 
     spec = facts.epilogue
@@ -35,9 +35,9 @@ def epilogue_args(facts: GemmFacts) -> tuple:
 
 
 def scale_args(facts: GemmFacts) -> tuple:
-    """Fakes of (scale_a, scale_b), each (1 or L, 1 or its extent) fp32; None of one that the epilogue lacks.
+    """Fakes of (scale_a, scale_b), each (1 or L, 1 or its extent) FP32; None for one that the epilogue does not have.
 
-    Those of blocks are (L, M, K / 128) and (L, N / 128, K / 128), of any strides.
+    Block scales are (L, M, K / 128) and (L, N / 128, K / 128), with any strides.
     """
     made = {None: lambda: None}
     made |= dict.fromkeys(("1x128", "128x128"), lambda: fake_tensor("float32", 3, None, 1))
@@ -46,7 +46,7 @@ def scale_args(facts: GemmFacts) -> tuple:
 
 
 def narrow_args(facts: GemmFacts) -> tuple:
-    """Fakes of (scale_out, amax) of a D of 8-bit floats, each (1,) fp32; None of one that the epilogue lacks."""
+    """Fakes of (scale_out, amax) of an FP8 D, each (1,) FP32; None for one that the epilogue does not have."""
     terms = facts.epilogue.scale_out, facts.epilogue.amax
     return tuple(fake_tensor("float32", 1, 0, 1) if there else None for there in terms)
 
@@ -59,8 +59,8 @@ def launch_args(facts: GemmFacts) -> tuple:
 
 
 def dense_args(facts: GemmFacts) -> tuple:
-    """Fakes of all arguments of dense.DenseGemm, of dense.ScaledGemm where operands have scales, or of
-    dense.NarrowGemm."""
+    """Fakes of all arguments of dense.DenseGemm, of dense.ScaledGemm if operands have scales, or of dense.NarrowGemm
+    if D is FP8."""
     operands = (matrix(facts, i) for i in range(3))
     scales = scale_args(facts) if facts.epilogue.scales_operands or facts.narrow else ()
     scales += narrow_args(facts) if facts.narrow else ()

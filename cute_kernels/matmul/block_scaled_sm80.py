@@ -1,7 +1,7 @@
-"""Scales of blocks in the mma.sync mainloop of 8-bit floats: 1x128 of A and 128x128 of B.
+"""Block scales in the FP8 mma.sync mainloop: 1x128 for A and 128x128 for B.
 
-A warp's part of a K-tile lies in one block of K and in one of B's columns, so each of a thread's rows has one factor.
-The scales of the next K-tile are loaded when a K-tile begins, and multiplied with each other when it ends.
+A warp's part of a K-tile lies in one block of K and in one block of B's columns, so each of a thread's rows has one
+factor. The scales of the next K-tile are loaded at the start of a K-tile and multiplied with each other at its end.
 """
 
 from typing import Any, NamedTuple
@@ -14,20 +14,20 @@ BLOCK_SHIFT = 7  # 128 of K, and of B's columns, have one scale
 
 
 class BlockScaling(NamedTuple):
-    """One warp's scales of a work tile, of which None are those of an operand that has none of blocks."""
+    """One warp's scales of a work tile; None for an operand without block scales."""
 
     scale_a: cute.Tensor | None  # (M, K / 128, L)
     scale_b: cute.Tensor | None  # (N / 128, K / 128, L)
     rows: tuple  # of the thread
     block: Any  # of B's columns
     batch: tuple  # items of A and B
-    of_a: cute.Tensor  # (2 MMA_M,): scales that were loaded last
+    of_a: cute.Tensor  # (2 MMA_M,): the scales loaded last
     of_b: cute.Tensor  # (1,)
-    factors: cute.Tensor  # (2, MMA_M): what products are multiplied by
+    factors: cute.Tensor  # (2, MMA_M): scale_a * scale_b, applied to partial accumulators
 
 
 def block_scaling(facts, args, mmas_m: int, origin: tuple, index_warp: tuple, batch: tuple) -> BlockScaling:
-    """args: EpilogueArgs; origin: (m, n) of the tile; batch: items of A and B."""
+    """The scales of one warp. args: EpilogueArgs; origin: (m, n) of the tile; batch: batch indices of A and B."""
     spec, cfg = facts.epilogue, facts.config
     scale_a = args.scale_m if spec.scale_m == "1x128" else None
     scale_b = args.scale_n if spec.scale_n == "128x128" else None
@@ -44,7 +44,7 @@ def block_scaling(facts, args, mmas_m: int, origin: tuple, index_warp: tuple, ba
 
 
 def load_scales(scaling: BlockScaling, tile, tile_k: int) -> None:
-    """Those of a K-tile."""
+    """Load the scales of a K-tile."""
     k = tile.b[0] * tile_k >> BLOCK_SHIFT
     scale_a, scale_b = scaling.scale_a, scaling.scale_b
     if scale_a is not None:
@@ -56,7 +56,7 @@ def load_scales(scaling: BlockScaling, tile, tile_k: int) -> None:
 
 
 def multiply_scales(scaling: BlockScaling) -> None:
-    """What products are multiplied by, from the scales that were loaded last."""
+    """Compute the factors from the scales loaded last."""
     for i in range(cute.size(scaling.factors)):
         if scaling.scale_a is None:
             scaling.factors[i] = scaling.of_b[0]

@@ -1,7 +1,7 @@
-"""Which kernels of products there are: the facts that ops can ask for, listed, so that tools and tests need no tensors.
+"""The catalogue of GEMM kernels: the facts that ops can request, so that tools and tests need no tensors.
 
-Compiling needs no GPU. So a test can hold each of these to its registers and its instructions on every
-architecture, and a bundle can carry them to machines that should not compile.
+Compiling needs no GPU, so tests check each kernel's registers and instructions on every architecture, and a bundle
+carries compiled kernels to other machines.
 """
 
 import functools
@@ -28,7 +28,7 @@ LIGHT = EpilogueSpec(scale=True, activation="relu")
 
 
 def loaded(bias: str, residual: str) -> EpilogueSpec:
-    """What costs the most. Of the activations that is gelu, which has an error function in it."""
+    """The most expensive epilogue. Its activation is gelu, which contains an error function."""
     return EpilogueSpec(bias=bias, bias_dtype="bfloat16", residual=residual, activation="gelu")
 
 
@@ -36,7 +36,7 @@ COL, ROW, LINEAR = loaded("col", "n"), loaded("row", "n"), loaded("row", "m")
 
 
 def kept(bias: str) -> EpilogueSpec:
-    """What a layer in training has, which stores what enters its activation."""
+    """The epilogue of a layer in training, which also stores the activation's input."""
     return EpilogueSpec(bias=bias, bias_dtype="bfloat16", activation="gelu", stores_z=True)
 
 
@@ -88,7 +88,7 @@ def dense_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
-    """Dense products with other operands, outputs and epilogues."""
+    """Dense GEMMs with other operands, outputs and epilogues."""
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     changes = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
     changes += [
@@ -134,7 +134,8 @@ def shared(spec: ArchSpec) -> list[GemmFacts]:
 
 
 def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of 8-bit floats: each configuration with sums of both kinds, plain and with scales and the heaviest epilogue."""
+    """FP8 kernels: each configuration with promoted and fast accumulation, plain and with scales and the most expensive
+    epilogue."""
     spec = arch_named(arch)
     if quick or not spec.float8:
         return []
@@ -180,7 +181,8 @@ FP16_SUMS = {"dtype": "float16", "out_dtype": "float16", "acc_dtype": "float16"}
 
 
 def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """With sums in fp16: each configuration plain, those that have no others loaded, and the main one in variations."""
+    """FP16 accumulation: each configuration plain, those for FP16 accumulation alone with the most expensive epilogue,
+    and variations of the main one."""
     spec = arch_named(arch)
     if quick:
         return []
@@ -216,8 +218,8 @@ def fp32_bias(spec: EpilogueSpec, **more) -> EpilogueSpec:
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of fp32 operands, which are multiplied as TF32: each configuration plain and loaded, with sums of both kinds, and
-    the main one in its variations."""
+    """TF32 kernels (FP32 operands): each configuration plain and with the most expensive epilogue, with promoted and
+    plain accumulation, and variations of the main one."""
     spec = arch_named(arch)
     if quick:
         return []
@@ -252,8 +254,8 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Outputs of 8-bit floats: each configuration of operands of 8 bits, plain and with all that such an output takes,
-    and the main ones in their variations."""
+    """Kernels with an FP8 output: each configuration for FP8 operands, plain and with scale_out and amax, and
+    variations of the main ones."""
     spec = arch_named(arch)
     if quick or not spec.float8:
         return []

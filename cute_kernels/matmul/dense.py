@@ -105,7 +105,7 @@ class DenseGemm:
         self.kernel(mA, mB, mD, source, args, cute.ceil_div(M, cfg.tile_m), group, max_ctas, stream)
 
     def source(self, k_tiles: Int32, a_batch: Int32):
-        """Where the K-tiles of a row tile lie, of so many along K; see cute_kernels.k_tiles."""
+        """The source of a row tile's K-tiles, `k_tiles` along K; see cute_kernels.k_tiles."""
         return DenseSource(k_tiles, a_batch)
 
     def output(self, d: cute.Tensor) -> cute.Tensor:
@@ -146,8 +146,8 @@ class ScaledGemm(DenseGemm):
 
 
 class NarrowGemm(DenseGemm):
-    """ScaledGemm with a d of 8-bit floats, which may be multiplied by a scale, and whose largest magnitude before that
-    may be asked for."""
+    """ScaledGemm with an FP8 d, an optional output scale, and an optional amax: the largest magnitude before
+    scaling."""
 
     @cute.jit
     def __call__(

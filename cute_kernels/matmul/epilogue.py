@@ -1,10 +1,11 @@
-"""What happens to an accumulator before it is stored: D = f(activation(alpha * S(A B) + bias + beta * residual)),
-where S multiplies by the scales of A and B. A D of 8-bit floats may be multiplied by a scale of its own after that.
+"""The epilogue: D = f(activation(alpha * S(A B) + bias + beta * residual)), in FP32, before D is stored.
+
+S applies the dequantization scales of A and B. An FP8 D may be multiplied by an output scale after that.
 
 The epilogue has a static half, `EpilogueSpec` (config.py: which terms there are, part of a kernel's facts), and a
-dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, hand it *chunks*:
-fragments of shape (2, 2, J), the accumulator layout that mma.sync and wgmma have in common. Value (c, r, j) of a
-thread lies at row r * 8 and column j * 8 + c from the thread's first element.
+dynamic half, `EpilogueArgs` (their tensors and scalars). Both stores, sm_80's and sm_90's, pass it *chunks*: fragments
+of shape (2, 2, J), the accumulator layout that mma.sync and wgmma have in common. Value (c, r, j) of a thread lies at
+row r * 8 and column j * 8 + c from the thread's first element.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from ..traced.lower import lower
 
 @dataclass(frozen=True)
 class EpilogueArgs:
-    """Tensors and scalars of the terms: bias (bias extent, outer_m) or (bias extent, outer_m, items of A), residual
-    (M, N, outer_m, L) like mD, z, which is written, and the scales of A (M, L) and B (N, L), or (1, L) where one value
-    scales all. Those of blocks, (M, K / 128, L) and (N / 128, K / 128, L), are the mainloop's."""
+    """Tensors and scalars of the terms.
+
+    bias is (bias extent, outer_m) or (bias extent, outer_m, batch of A); residual is (M, N, outer_m, L) like mD; z is
+    written. The scales of A are (M, L) and those of B (N, L), or (1, L) per tensor. Block scales, (M, K / 128, L) and
+    (N / 128, K / 128, L), belong to the mainloop."""
 
     bias: cute.Tensor | None
     residual: cute.Tensor | None
@@ -32,12 +35,12 @@ class EpilogueArgs:
     beta: Float32
     scale_m: cute.Tensor | None = None
     scale_n: cute.Tensor | None = None
-    scale_out: cute.Tensor | None = None  # (1,) fp32, of a D of 8-bit floats
-    amax: cute.Tensor | None = None  # (1,) fp32, not negative: raised to the largest magnitude of D before its scale
+    scale_out: cute.Tensor | None = None  # (1,) FP32, of an FP8 D
+    amax: cute.Tensor | None = None  # (1,) FP32, not negative: raised to the largest magnitude of D before scale_out
 
 
 def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:
-    """(m, n) of `count` accumulators from flat index `first`, the fragment's tile lying at `origin`."""
+    """(m, n) of `count` accumulators from flat index `first`; `origin` is (m, n) of the fragment's tile."""
     return [(origin[0] + c[0], origin[1] + c[1]) for c in (tCcD[first + v] for v in range(count))]
 
 
@@ -50,7 +53,7 @@ def scaled(
     extent: tuple,  # (M, N)
     outer: tuple,  # (outer_m, l, ...)
 ):
-    """The values of a chunk times the scales of the operands."""
+    """The values of a chunk times the operands' dequantization scales."""
     x = rD.load()
     for mode, kind, scale in ((0, spec.scale_m, args.scale_m), (1, spec.scale_n, args.scale_n)):
         if const_expr(kind == "tensor"):
@@ -58,7 +61,7 @@ def scaled(
         elif const_expr(kind in ("row", "column")):
             rScale = cute.make_rmem_tensor(rD.shape, Float32)
             for v in range_constexpr(cute.size(rD)):
-                # As of a bias: one value per r, or one per (c, j).
+                # As for a bias: one value per r, or one per (c, j).
                 first = const_expr(v & ~2 if mode else v & 2)
                 if const_expr(v == first):
                     rScale[v] = scale[cutlass.min(cD[v][mode], extent[mode] - 1), outer[1]]
@@ -74,10 +77,10 @@ def apply(
     args: EpilogueArgs,
     rD: cute.Tensor,  # (2 * 2 * J,) fp32 fragment, updated in place
     cD: list,  # (2 * 2 * J,) coordinates (m, n) of its values inside (M, N)
-    extent: tuple,  # (M, N), at least 1: nothing outside is read from the residual or the bias
-    outer: tuple,  # (outer_m, l) and, where the bias has one for each, the item of A
-    one: Float32 | None = None,  # a 1.0 that the bias is multiplied by: see StoreSm90.anchored
-    rZ: cute.Tensor | None = None,  # (2 * 2 * J,), of any dtype: what enters the activation goes there
+    extent: tuple,  # (M, N), at least 1: residual and bias are read inside it only
+    outer: tuple,  # (outer_m, l) and, if the bias has one row per batch index of A, that index
+    one: Float32 | None = None,  # a 1.0 to multiply the bias by: see StoreSm90.anchored
+    rZ: cute.Tensor | None = None,  # (2 * 2 * J,), any dtype: receives the activation's input
 ):
     """Run the epilogue on one chunk of accumulators, in registers."""
     size = const_expr(cute.size(rD))
@@ -93,7 +96,7 @@ def apply(
             # A row bias has one value per r, a column bias one per (c, j): load each once, then copy.
             first = const_expr(v & 2 if spec.bias == "row" else v & ~2)
             if const_expr(v == first):
-                # Clamped rather than guarded: what lies outside is not stored, and loads without branches overlap.
+                # Clamped rather than guarded: values outside are not stored, and loads without branches overlap.
                 at = cutlass.min(cD[v][mode], extent[mode] - 1)
                 if const_expr(spec.bias_items):
                     rBias[v] = args.bias[at, outer[0], outer[2]].to(Float32)
@@ -106,7 +109,7 @@ def apply(
         x = x + rBias.load()
     if const_expr(spec.residual is not None):
         rC = cute.make_rmem_tensor(rD.shape, Float32)
-        # Of stored blocks, whose strides inside are constants: the block's address in 64 bits, and 32 bits inside it.
+        # Stored blocks have constant strides: the block's address has 64 bits, offsets inside it 32.
         in_blocks = const_expr(all(isinstance(stride, int) for stride in args.residual.stride[:2]))
         residual = args.residual[None, None, outer[0], outer[1]] if const_expr(in_blocks) else args.residual
         for v in range_constexpr(size):
@@ -125,7 +128,7 @@ def apply(
 
 
 @cute.jit
-def narrow(
+def quantize(
     spec: cutlass.Constexpr,
     args: EpilogueArgs,
     rD: cute.Tensor,  # (4 * J,) fp32 fragment after `apply`, multiplied in place
@@ -133,7 +136,7 @@ def narrow(
     extent: tuple,  # (M, N)
     rMax: cute.Tensor,  # (1,) fp32, this thread's largest magnitude so far
 ):
-    """What a D of 8-bit floats takes after `apply`: the largest magnitude inside of D, then its scale."""
+    """Record the largest magnitude inside D, then apply scale_out: the steps of an FP8 D after `apply`."""
     if const_expr(spec.amax):
         for v in range_constexpr(cute.size(rD)):
             inside = cute.elem_less(cD[v], extent)
@@ -144,14 +147,14 @@ def narrow(
 
 @cute.jit
 def store_amax(spec: cutlass.Constexpr, args: EpilogueArgs, rMax: cute.Tensor):
-    """Raise amax to the largest of what the 32 lanes of a warp have seen; NaN is the largest."""
+    """Raise amax to the largest magnitude that the 32 lanes of a warp have seen; NaN counts as the largest."""
     if const_expr(spec.amax):
         raise_to_magnitude(args.amax.iterator.toint(), rMax[0])
 
 
 @cute.jit
 def store_bytes(rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple, dtype: cutlass.Constexpr):
-    """A fragment as 8-bit floats to a D (M, N, outer_m, L) of any strides, element by element."""
+    """Store a fragment as FP8 to D (M, N, outer_m, L) with any strides, element by element."""
     bytes_of_d = cute.recast_tensor(mD, cutlass.Uint8)
     for first in range_constexpr(0, cute.size(rD), 4):
         word = packed(rD, first, dtype)

@@ -1,4 +1,4 @@
-"""What choosing, planning and the tools ask of a family of products, and what the dense one answers."""
+"""The interface of a GEMM family to heuristics, planning and tools, and the dense family."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,10 +15,9 @@ from .problem import Problem
 
 
 class ProductFamily(Family):
-    """A family whose facts are GemmFacts with a `config` of its own type.
+    """A GEMM family: its facts are GemmFacts with a `config` of the family's own type.
 
-    `orders`: whether its kernel takes a table with the order of its work tiles. `structured`: whether its A is 2:4
-    sparse.
+    `orders`: True if its kernel takes a table with the order of its work tiles. `structured`: True if A is 2:4 sparse.
     """
 
     config: type = GemmConfig
@@ -26,19 +25,19 @@ class ProductFamily(Family):
     structured = False
 
     def serves(self, block: BlockFacts | None) -> bool:
-        """Whether it has kernels for products with an A of such blocks; None is a dense A."""
+        """True if it has kernels for an A with such blocks; None is a dense A."""
         raise NotImplementedError
 
     def serves_problem(self, problem: Problem) -> bool:
-        """Whether it has kernels for products of this kind."""
+        """True if it has kernels for this problem."""
         return problem.structured == self.structured and self.serves(problem.block)
 
     def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
-        """Configurations worth trying for operands of such elements, best first among equals."""
+        """Configurations worth trying for operands of this element type; among equal costs the first one is taken."""
         raise NotImplementedError
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """Clocks that the product takes under a configuration."""
+        """Estimated clocks of the GEMM under a configuration."""
         return cost.cost(config, problem, sms, l2_bytes_per_clock)
 
     def grid(self, config, problem: Problem, sms: int) -> tuple[int, int]:
@@ -55,20 +54,21 @@ class ProductFamily(Family):
         return facts.warp_specialised
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """8-bit floats are multiplied as such, each MMA step of a K-tile, and promoted sums are added one by one."""
+        """Check in the machine code that FP8 operands are multiplied as FP8 in each MMA step of a K-tile, and that
+        promoted accumulation has one addition per accumulator."""
         if not facts.promotes and (facts.element.width > 1 or facts.config.converts):
             return problems
         cfg, codes, name, found = facts.config, resources.opcodes, self.tensor_core(facts), list(problems)
         if facts.element.width == 1 and (wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0)):
-            found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
+            found.append(f"{wide} 16-bit MMAs in a kernel for {facts.dtype}")
         if (products := codes.get(name, 0)) < max(facts.k_blocks):
-            found.append(f"{products} {name} for {max(facts.k_blocks)} MMA steps of a K-tile")
+            found.append(f"{products} {name} for {max(facts.k_blocks)} MMA steps per K-tile")
         if facts.promotes:
             scaled = facts.epilogue.scales_blocks or facts.block is not None and facts.block.scaled
-            added = "FFMA" if scaled or facts.takes_turns else "FADD"  # of products in turns times one
+            added = "FFMA" if scaled or facts.takes_turns else "FADD"  # double-buffered: partial sums times 1.0
             sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.warp_specialised else 32))
             if codes.get(added, 0) < sums:
-                found.append(f"{codes.get(added, 0)} {added} for {sums} sums a thread: they are not promoted to fp32")
+                found.append(f"{codes.get(added, 0)} {added} for {sums} accumulators per thread: not promoted to FP32")
         return found
 
     def named_barriers(self, facts: GemmFacts) -> tuple[str, dict[int, int]] | None:
@@ -91,13 +91,14 @@ class ProductFamily(Family):
         return catalogue.describe(facts)
 
     def bundle(self, op: str, request: Request) -> Iterator[GemmFacts]:
-        """Aligned contiguous matrices, with no epilogue, a bias, a bias and each activation.
+        """Facts of calls with aligned contiguous matrices: without an epilogue, with a bias, and with a bias and each
+        activation.
 
-        Shapes decide between the configurations, so all of them are here; sparse ones with and without an order of work
-        tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one value
-        for each output feature. Not here, and compiled on their first call: batches that do not fold into rows,
-        residuals, fp32 outputs, alpha, functions of one's own, batches of block-sparse matrices, and what training
-        needs besides.
+        All configurations are included, since shapes decide between them; block-sparse ones with and without an order
+        of work tiles. gemm's b may also be the transpose of a contiguous weight. The bias has the operands' dtype, one
+        value per output feature. Not included, and compiled on their first call: batches that do not fold into rows,
+        residuals, FP32 outputs, alpha, user epilogue functions, batches of block-sparse matrices, and the other kernels
+        that training needs.
         """
         spec = arch_named(request.arch)
         blocks = [BlockFacts(*block, index) for block in request.blocks for index in request.index_dtypes]
@@ -105,12 +106,12 @@ class ProductFamily(Family):
             yield from self.usual(op, spec, block, dtype)
 
     def usual(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
-        """The part of `bundle` for one kind of blocks and one dtype."""
+        """Yield the facts of `bundle` for one kind of blocks and one dtype."""
         raise NotImplementedError
 
 
 class Dense(ProductFamily):
-    """A dense product: cute_kernels.gemm."""
+    """The dense GEMM, cute_kernels.gemm."""
 
     name = "dense"
     ops = ("gemm",)

@@ -1,19 +1,19 @@
-"""The sm_90 store of a gate whose rows are one consumer warpgroup's, and the rows that it multiplies the other's.
+"""The sm_90 store of a gated GEMM in which one consumer warpgroup has the gate's rows and the other those of `up`.
 
-So it is in tiles of 128 rows of two warpgroups, as products of 8-bit floats have them. Thread i of both has the same
-rows and columns of its 64x`tile_n`. Each warpgroup finishes every second chunk of 64 x `epi_n` columns, for which the
-other one gives it its sums, rounded to D's dtype as the plain product would be:
+FP8 GEMMs with tiles of 128 rows and two consumer warpgroups are laid out this way. Thread i of both warpgroups has the
+same rows and columns of its 64 x `tile_n`. Each warpgroup finishes every second chunk of 64 x `epi_n` columns; the
+other one passes it its accumulators of that chunk, rounded to D's dtype as a plain GEMM would round them:
 
-    warp 0               wait until no store of before reads shared memory
-    both warpgroups      meet: the rings are free
-    all 256 threads      scales, rounding; sums of the chunks that the other finishes -> its own ring
-    both warpgroups      meet: they are there
-    all 128 threads      each chunk that it finishes: the other's sums from its ring -> activation(gate) * up
+    warp 0               wait until no earlier TMA store reads shared memory
+    both warpgroups      barrier: the rings are free
+    all 256 threads      scales, rounding; accumulators of the other's chunks -> own ring
+    both warpgroups      barrier: the rings are written
+    all 128 threads      each own chunk: the other's accumulators from its ring -> activation(gate) * up
                          -> stmatrix to the same buffer -> fence
     warp 0               TMA store of the chunk, commit
 
-A thread reads what the thread of its number has written, so sums are exchanged as vectors of 16 bytes, whose order in a
-buffer is that of threads. A buffer of the ring holds a chunk of either.
+Thread i reads what thread i of the other warpgroup has written, so accumulators are exchanged as vectors of 16 bytes in
+the order of threads. A buffer of the ring holds a chunk in either form.
 """
 
 from dataclasses import replace
@@ -36,13 +36,13 @@ WORDS = VECTOR_BYTES // 4  # of a vector
 
 
 class GatedStoreSm90(StoreSm90):
-    """Stores what two consumer warpgroups make of their accumulators."""
+    """Store of activation(gate) * up, computed from the accumulators of two consumer warpgroups."""
 
     def __init__(self, facts, group_n: int, dtype):
         super().__init__(facts, group_n, dtype)
         self.activation = self.spec.activation
-        self.spec = replace(self.spec, activation=None, gated=False)  # what the plain product has
-        self.values = SLAB_M * self.epi_n // WARPGROUP  # of a chunk and thread
+        self.spec = replace(self.spec, activation=None, gated=False)  # the terms of the plain GEMM
+        self.values = SLAB_M * self.epi_n // WARPGROUP  # per chunk and thread
         self.vectors = self.values * dtype.width // 8 // VECTOR_BYTES
 
     @cute.jit
@@ -61,14 +61,14 @@ class GatedStoreSm90(StoreSm90):
         anchor: cute.Pointer,  # 1.0 in shared memory
         rank=None,
     ):
-        # A branch, for the two have other chunks of their accumulators to give away.
+        # A branch, since the warpgroups pass on different chunks of their accumulators.
         if group == 0:
-            self.store_turns(0, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
+            self.store_chunks(0, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
         else:
-            self.store_turns(1, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
+            self.store_chunks(1, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
 
     @cute.jit
-    def store_turns(
+    def store_chunks(
         self,
         group: cutlass.Constexpr,  # which warpgroup this is: it finishes chunks group, group + 2, ...
         acc: cute.Tensor,
@@ -87,7 +87,7 @@ class GatedStoreSm90(StoreSm90):
         col0, outer = out_n * self.tile_n, (outer_m, *batch)
         copy_r2s, tRS_sD, shape = self.copies(tiled_mma_group, sD, tidx)
         store = (out[0], *self.partition(out[0], sD, out[1]))
-        # Those of all chunks, before the first barrier: later ones would each be waited for.
+        # Load the scales of all chunks before the first barrier: later loads would each be waited for.
         columns = [None] * self.chunks
         if const_expr(self.each[1]):
             for e in range_constexpr(self.chunks):
@@ -97,14 +97,14 @@ class GatedStoreSm90(StoreSm90):
             past = const_expr(min(first + turns, self.chunks))
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.meet(group, 0)
+            self.sync_warpgroups(group, 0)
             for e in range_constexpr(first + 1 - group, past, 2):
                 z = self.rounded(acc, e, args, columns[e], extent, outer)
                 cute.autovec_copy(self.words(z), self.slots(sD, self.buffer(e, first), tidx))
-            self.meet(group, 1)
+            self.sync_warpgroups(group, 1)
             for e in range_constexpr(first + group, past, 2):
                 buffer = const_expr(self.buffer(e, first))
-                # After the barrier: else the compiler begins with all chunks' activations before it, and spills.
+                # Loaded after the barrier: otherwise the compiler hoists all chunks' activations above it, and spills.
                 one = load_volatile(anchor)
                 z = self.rounded(acc, e, args, columns[e], extent, outer, one)
                 other = cute.make_rmem_tensor(self.values, self.dtype)
@@ -112,18 +112,18 @@ class GatedStoreSm90(StoreSm90):
                 rOut = cute.make_rmem_tensor(shape, self.dtype)
                 self.multiply_gate(rOut, *((z, other) if group == 0 else (other, z)))
                 at = (out_m, (col0, e), outer_m, batch[0])
-                # No store reads this buffer any more: waiting for so many of them waits for none.
+                # No store reads this buffer any more, so all of `buffers` stores may be in flight: no wait.
                 self.store_chunk(copy_r2s, rOut, tRS_sD, store, Int32(buffer), at, group, warp, self.buffers)
 
     def buffer(self, e: int, first: int) -> int:
-        """The number of chunk e's buffer, in the ring of the warpgroup that gives it away; `first`: of the chunks that
-        are in the rings together."""
+        """Index of chunk e's buffer in the ring of the warpgroup that passes it on; `first` is the first chunk that the
+        rings hold now."""
         return (1 - e % 2) * self.buffers + (e - first) // 2
 
     def rounded(
         self, acc: cute.Tensor, e: int, args, columns: list | None, extent: tuple, outer: tuple, one=None
     ) -> cute.Tensor:
-        """(values,) of chunk e, as the plain product stores them; not before `one`, a 1.0, is known."""
+        """(values,) of chunk e as the plain GEMM stores them; computed after `one`, a 1.0, has been loaded."""
         rD, rZ = (cute.make_rmem_tensor(self.values, dtype) for dtype in (Float32, self.dtype))
         if one is not None and columns is not None:
             columns, one = [column * one for column in columns], None
@@ -131,12 +131,12 @@ class GatedStoreSm90(StoreSm90):
             x = acc[e * self.values + v]
             rD[v] = x if one is None else x * one
         self.multiply(rD, None, columns, 0)
-        epilogue.apply(self.spec, args, rD, [], extent, outer)  # no term asks where its values are
+        epilogue.apply(self.spec, args, rD, [], extent, outer)  # no remaining term reads the coordinates
         rZ.store(rD.load().to(self.dtype))
         return rZ
 
     def multiply_gate(self, rOut: cute.Tensor, gate: cute.Tensor, up: cute.Tensor) -> None:
-        """rOut = activation(gate) * up, in fp32, rounded once"""
+        """rOut = activation(gate) * up, in FP32, rounded once."""
         x = gate.load().to(Float32)
         if self.activation is not None:
             x = ACTIVATIONS[self.activation](x)
@@ -149,14 +149,15 @@ class GatedStoreSm90(StoreSm90):
         return cute.make_tensor(pointer, cute.make_layout((WORDS, self.vectors)))
 
     def slots(self, sD: cute.Tensor, buffer: int, tidx: Int32) -> cute.Tensor:
-        """(WORDS, vectors) of this thread in a buffer. The threads' vectors of a number lie side by side."""
+        """(WORDS, vectors) of this thread in a buffer; vector i of consecutive threads is contiguous."""
         at = sD.iterator.toint() + buffer * (self.vectors * WARPGROUP * VECTOR_BYTES) + tidx * VECTOR_BYTES
         place = make_ptr(Int32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES)
         return cute.make_tensor(place, cute.make_layout((WORDS, self.vectors), stride=(1, WORDS * WARPGROUP)))
 
-    def meet(self, group: cutlass.Constexpr, which: int) -> None:
-        """All 256 threads of both warpgroups, which are in other code: each arrives at the barrier at which the other
-        one waits. Barriers of the next meeting are others, so that nobody arrives at one twice."""
+    def sync_warpgroups(self, group: cutlass.Constexpr, which: int) -> None:
+        """Synchronize the 256 threads of both warpgroups, which run different code: each arrives at the barrier on
+        which the other one waits. Consecutive calls use different barriers (`which`), so no thread arrives at one
+        twice."""
         first = PRODUCT_GATE + 2 * which
         cute.arch.barrier_arrive(barrier_id=first + 1 - group, number_of_threads=2 * WARPGROUP)
         cute.arch.barrier(barrier_id=first + group, number_of_threads=2 * WARPGROUP)

@@ -1,4 +1,4 @@
-"""The sm_90 GEMM kernel: persistent, warp-specialised, TMA in, WGMMA, TMA out.
+"""The sm_90 GEMM kernel: persistent, warp-specialized, TMA loads, WGMMA, TMA stores.
 
     warpgroup 0        producer; one of its warps issues all TMA loads, the others idle
     warpgroups 1..     consumers; each owns tile_m / warps_m rows and tile_n / warps_n columns of its group's tile
@@ -16,16 +16,17 @@
                   group 0   |  mma 0      | store 0 |  mma 2      | store 2 | ...
                   group 1         |  mma 1      | store 1 |  mma 3      | store 3 | ...
 
-A consumer group is the warpgroups that share a tile. One ring feeds both groups in tile order; a group steps over the
-stages that are not its own. With rings of their own the groups are as independent as two CTAs, and share tensor cores
-as they come: of promoted sums one group multiplies while the other adds or stores.
+A consumer group consists of the warpgroups that share a tile. One ring feeds both groups in tile order; a group skips
+the stages of the other group's tiles. With a ring each, the groups are as independent as two CTAs: under promoted
+accumulation one group issues WGMMAs while the other adds or stores.
 
-With a split, the CTAs of a cluster share a tile's K-tiles, add up their sums (split_k_sm90), and each stores a part:
+With split-K, the CTAs of a cluster share a tile's K-tiles, reduce their accumulators (split_k_sm90), and each stores a
+part:
 
     CTA 0             group 0   |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
     CTA 1             group 0   |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
 
-Which K-tiles a work tile sums over is the source's business; this file owns storage, atoms and launch.
+The source decides which K-tiles a work tile accumulates; this file has storage, atoms and launch.
 """
 
 from collections.abc import Callable
@@ -120,14 +121,14 @@ class GemmSm90:
         self.smem_bytes = SharedStorage.size_in_bytes()
 
     def stage_bytes(self) -> int:
-        """What TMA and bulk copies write to a stage."""
+        """Bytes that TMA and bulk copies write to a stage."""
         elements = self.cfg.tile_m * self.k_of_a + self.cfg.tile_n * self.cfg.tile_k
         return elements * self.dtype.width // 8 + self.mainloop.metadata_bytes
 
     # ------------------------------------------------------------------ atoms
 
     def make_mma(self, warps_m: int, warps_n: int, columns: int, a_in_registers: bool = False):
-        """Of so many warpgroups; each has products of so many columns."""
+        """The tiled MMA of warps_m x warps_n warpgroups, whose WGMMAs have `columns` columns."""
         sources = warpgroup.OperandSource
         if self.facts.element.width == 4:
             op = MmaTF32Op(columns, sources.RMEM if a_in_registers else sources.SMEM)
@@ -440,12 +441,12 @@ class GemmSm90:
 
     @cute.jit
     def bounds(self, index: Int32, scheduler: TileScheduler, source, rank_m: Int32) -> tuple:
-        """The source's bounds for a work tile; past the last tile, those of the last, for nobody to use."""
+        """The source's bounds for a work tile. Past the last tile they are the last tile's, and are never used."""
         m, n, l = scheduler.decode(cutlass.min(index, scheduler.count - 1))
         return source.bounds(m * self.cfg.cluster_m + rank_m, n * self.cfg.cluster_n, l)
 
     def block_scales(self, args: EpilogueArgs, tiled_mma: cute.TiledMma, k_tiles, n: Int32, l: Int32) -> tuple:
-        """What the mainloop takes of a work tile besides its operands: () but for scales of blocks."""
+        """The block scales of a work tile for the mainloop; () without any."""
         cfg, spec = self.cfg, self.facts.epilogue
         if not spec.scales_blocks:
             return ()
@@ -459,7 +460,7 @@ class GemmSm90:
         )
 
     def places(self, k_tiles, n: Int32, warpgroup: Int32) -> tuple:
-        """Which tile of D a work tile is; where it has boxes, which one each of this warpgroup's is."""
+        """The tile of D of a work tile; if the tile consists of boxes, that of each of this warpgroup's boxes."""
         boxes = self.cfg.boxes_b // self.cfg.warps_n
         if self.cfg.boxes_b == 1:
             return (k_tiles.out(n),)
@@ -473,7 +474,7 @@ class GemmSm90:
         return split_k_tiles(k_tiles, rank_k, self.cfg.split, len(self.facts.k_blocks))
 
     def ring_state(self, user: pipeline.PipelineUserType, number: Int32):
-        """Where a producer warp, or a consumer group, begins in its ring, whose number this is of several."""
+        """The initial pipeline state of a producer warp or consumer group in ring `number`."""
         cfg = self.cfg
         if cfg.rings == 1:
             return pipeline.make_pipeline_state(user, cfg.stages)

@@ -34,7 +34,7 @@ class MainloopSm80(TileSteps):
         super().__init__(dtype)
         self.stages = facts.config.stages
         self.element, self.promotes = facts.element, facts.promotes
-        self.scaled = facts.block is not None and facts.block.scaled  # a block's promoted sums by its scale
+        self.scaled = facts.block is not None and facts.block.scaled  # promoted accumulation, times the block's scale
         self.k_blocks, self.clips_k = facts.k_blocks, facts.clips_k
         self.period = len(self.k_blocks)
         # The two register buffers alternate with the MMA steps, so a loop's body must hold an even number of them.
@@ -66,7 +66,7 @@ class MainloopSm80(TileSteps):
         """(row0, line, element, to, source): what this thread's copies have in common in all K-tiles.
 
         `to` is where its first vector goes in a stage; `source` where that comes from, in bytes past the tile's
-        column 0. What stands in rows past the extent does not matter, since what comes of it is never stored.
+        column 0. Rows past the extent may hold anything, since their results are never stored.
         """
         line, element = op.position(cute.arch.thread_idx()[0])
         row0 = rest * op.rows
@@ -115,8 +115,8 @@ class MainloopSm80(TileSteps):
         """This thread's 16-byte vectors: unrolled, from one base."""
         row0, line, element, to, at = thread
         at = source + at
-        # How many lines there are from this thread's first one on; none, if its columns do not exist. Whether every
-        # line is there is known beforehand for rows that tiles divide, and for steps of k inside what is multiplied.
+        # Number of lines from this thread's first one on; 0 if its columns do not exist. All lines are known to exist
+        # if tiles divide the rows, and for steps of k inside the multiplied extent.
         extent = mX.shape[0]
         exact = const_expr(isinstance(extent, int) and extent % op.rows == 0)
         there = limit - (element if const_expr(op.k_major) else line)
@@ -267,10 +267,10 @@ class MainloopSm80(TileSteps):
 
     @cute.jit
     def add_product(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, factors, scales: cute.Tensor | None):
-        """One MMA step whose products are added in fp32: tensor cores round sums of 8-bit floats to fewer bits.
+        """One MMA step whose result is added in FP32, since tensor cores accumulate FP8 with fewer bits.
 
-        factors: (2, MMA_M), of the thread's rows, what products are multiplied by; or None.
-        scales: of a sparse operand's blocks, the first of them multiplies the products; or None.
+        factors: (2, MMA_M) block scales of the thread's rows, or None.
+        scales: scales of the sparse operand's blocks, of which the first applies; or None.
         """
         part = cute.make_rmem_tensor((4, 1, 1), Float32)
         for m in range_constexpr(self.mmas_m):

@@ -26,11 +26,11 @@ ORDER_THREADS = 256  # one consumer group waits, the other arrives
 class MainloopSm90:
     """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`)."""
 
-    columns = 256  # of one product of a warpgroup, at most
+    columns = 256  # of one WGMMA, at most
     a_in_registers = False
-    multiplies_by_one = False  # which it takes from shared memory
-    stored = 1  # of so many columns of A one is stored
-    metadata_bytes = 0  # of A, of a stage; those of all stages lie behind A's ring
+    multiplies_by_one = False  # True if it reads a 1.0 from shared memory
+    stored = 1  # columns of A per stored column: 2 for 2:4 sparsity
+    metadata_bytes = 0  # of A per stage; the metadata of all stages lies behind A's ring
     # Registers a thread of (producer, consumers) with two consumer warpgroups: what setmaxnreg makes of 65,536 over 384
     # threads. The producer's loop fits 24; the consumers hold up to 192 accumulators each, or 128 and a GELU's
     # temporaries.
@@ -43,11 +43,11 @@ class MainloopSm90:
         self.multicast_b = multicast_b
 
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: cutlass.Int32):
-        """What `mma` takes as A: fragments (MMA, MMA_M, MMA_K, PIPE). `thread`: among those that share a tile."""
+        """A as `mma` takes it: fragments (MMA, MMA_M, MMA_K, PIPE). thread: index in the consumer group."""
         return tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
 
     def operand_b(self, tiled_mma: cute.TiledMma, thr_mma, sB: cute.Tensor, warpgroup: cutlass.Int32):
-        """What `mma` takes as B: fragments (MMA, MMA_N, MMA_K, PIPE). `warpgroup`: among those that share a tile."""
+        """B as `mma` takes it: fragments (MMA, MMA_N, MMA_K, PIPE). warpgroup: index in the consumer group."""
         return tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
 
     @cute.jit
@@ -186,5 +186,5 @@ class MainloopSm90:
         steps: cutlass.Constexpr,
         clear: cutlass.Constexpr,
     ):
-        """Start the product of one stage."""
+        """Issue the WGMMAs of one stage."""
         start_product(tiled_mma, acc, lambda k: (tCrA[None, None, k, stage], tCrB[None, None, k, stage]), steps, clear)

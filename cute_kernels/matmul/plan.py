@@ -1,4 +1,4 @@
-"""From an op's tensors to the kernel that will run: what a product's plan has besides what every plan has."""
+"""Plans of GEMM calls: from an op's tensors to the kernel that runs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,21 +18,21 @@ MOST_SCALE_STRIDE = (2**31 - 1) // (4 * 255)
 
 @dataclass
 class Plan(CallPlan):
-    """What a call of a product runs."""
+    """The plan of a GEMM call."""
 
     group: int | None = 1
     max_ctas: int | None = 1
-    scales: tuple = ()  # of a call with scales: views of scale_a and scale_b; of 8-bit outputs also of scale_out, amax
-    staged: bool = False  # whether the kernel writes a contiguous result, which is then copied to out
-    uneven_ctas: int | None = 1  # max_ctas of a sparse product whose rows differ in length
-    family: Any = None  # of a block-sparse product's kernel
-    tiles: tuple = ()  # of one with more work tiles than workers: sparse_collective.tile_order's Tiles, to order them
-    split_blocks: bool = False  # of a block-sparse product: whether each value is multiplied in parts, see precision
-    unfused: bool = False  # of a gated product: whether torch computes the gate of a plain one
-    ordered: tuple | None = None  # its function with an order of work tiles, tiles and CTAs, once it was needed
+    scales: tuple = ()  # views of scale_a and scale_b; with an FP8 output also of scale_out and amax
+    staged: bool = False  # True if the kernel writes a contiguous result that is then copied to out
+    uneven_ctas: int | None = 1  # max_ctas of a block-sparse GEMM whose block rows differ in length
+    family: Any = None  # of a block-sparse GEMM's kernel
+    tiles: tuple = ()  # with more work tiles than workers: sparse_collective.tile_order's Tiles, to order them
+    split_blocks: bool = False  # block-sparse GEMM: True if values are multiplied in three parts, see precision
+    unfused: bool = False  # gated GEMM: True if torch computes the gate of a plain GEMM
+    ordered: tuple | None = None  # (function with an order of work tiles, tiles, CTAs), made when first needed
 
     def instead(self) -> str:
-        return "that of the plain product" if self.unfused else super().instead()
+        return "that of the plain GEMM" if self.unfused else super().instead()
 
     def kernel_lines(self) -> list[str]:
         f = self.facts
@@ -53,7 +53,7 @@ class Plan(CallPlan):
 
 
 def sums_text(f) -> str:
-    """What adds up the products of these facts."""
+    """Describe the accumulation of a kernel with these facts."""
     if f.acc_dtype != "float32":
         return f"of the tensor cores, in {f.acc_dtype}"
     if not f.promotes and not f.converts:
@@ -134,8 +134,8 @@ def as_vector(t):
 
 
 def scale_view(scale, batch, L: int, kind: str | None = None):
-    """How the kernel views a scale: (1 or L, 1), (L, extent), or of blocks, as `kind` says, (L, M or N / 128, K / 128);
-    None as it is, or without one. `batch`: of the result."""
+    """A function that views a scale as the kernel takes it: (1 or L, 1), (L, extent), or for block scales, as `kind`
+    says, (L, M or N / 128, K / 128). None if the scale is absent or needs no view. batch: of the result."""
     if scale is None:
         return None
     if kind in ("1x128", "128x128"):

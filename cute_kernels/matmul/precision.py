@@ -1,13 +1,13 @@
-"""Products of fp32 operands on tensor cores, which multiply TF32: fp32's exponent, and 10 bits of mantissa of its 23.
+"""FP32 operands on tensor cores, which multiply TF32: FP32's exponent and 10 of its 23 mantissa bits.
 
-"tf32" rounds both operands to it. "3xtf32" makes two such numbers of each, big = tf32(x) and small = tf32(x - big), and
-adds small * big, big * small and big * big. Of big + small an operand errs by 2^-23 at most, and the product of both
-small parts, 2^-22 of their product, is left out. The three products are one whose K is three times as long:
+"tf32" rounds both operands to TF32. "3xtf32" splits each operand into big = tf32(x) and small = tf32(x - big), and adds
+small * big, big * small and big * big. big + small differs from x by at most 2^-23, and the omitted small * small is at
+most 2^-22 of the result. The three GEMMs run as one with a K three times as long:
 
-    A'  [small, big, big]        B'  [big, small, big]        along K; of a block-sparse A, and of B, in each block
+    A'  [small, big, big]        B'  [big, small, big]        along K; inside each block for a block-sparse A
 
-so kernels know nothing of it, and small products are added up first. Tensor cores cut sums off, which over a long K
-errs by far more than this: so short sums are promoted to fp32, as those of 8-bit floats are.
+so kernels need no support for it, and small terms are accumulated first. Tensor cores truncate their accumulators,
+which over a long K errs by far more than the split; accumulation is therefore promoted to FP32, as for FP8.
 """
 
 import torch
@@ -34,14 +34,14 @@ def check_precision(op: str, value, dtype: torch.dtype) -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """The nearest TF32 numbers, of two the even one, as fp32 ones; infinities and NaN are left alone."""
+    """Round FP32 to the nearest TF32 number, ties to even, stored as FP32. Infinities and NaN stay as they are."""
     bits = x.contiguous().view(torch.int32)
     nearest = (bits + (DROPPED >> 1) + ((bits >> 13) & 1)) & ~DROPPED
     return torch.where(x.isfinite(), nearest.view(torch.float32), x)
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(big, small) of fp32 numbers, both TF32, and finite where x is."""
+    """Split FP32 numbers into (big, small), both TF32, and finite where x is."""
     big = rounded(x)
     if x.numel():  # the largest numbers round to infinity; those lose their last bits instead
         cut = (x.contiguous().view(torch.int32) & ~DROPPED).view(torch.float32)
@@ -50,9 +50,9 @@ def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def side_by_side(x: torch.Tensor, of_b: bool, group: int | None = None) -> torch.Tensor:
-    """(..., rows, 3 K), contiguous, of (..., rows, K): the parts of each `group` columns, of all by default.
+    """(..., rows, 3 K), contiguous, from (..., rows, K): the three parts of each `group` columns, by default of all K.
 
-    A K that is no multiple of 16 bytes is padded with zeros.
+    K is padded with zeros to a multiple of 16 bytes.
     """
     K = x.shape[-1]
     group = group or K

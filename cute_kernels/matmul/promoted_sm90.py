@@ -1,26 +1,27 @@
-"""The sm_90 mainloop of 8-bit floats with accurate sums: those of every 128 of K are promoted to fp32.
+"""The sm_90 FP8 mainloop with promoted (two-level) accumulation: partial sums of 128 elements of K are added in FP32.
 
-WGMMA of 8-bit floats keeps some 14 bits of its sums' mantissas. So a warpgroup has two kinds of accumulators: WGMMA
-writes the sum of a short part of K to a fragment, and the CUDA cores add that to the others.
+FP8 WGMMA keeps some 14 bits of its accumulators' mantissas. A warpgroup therefore has two levels of accumulators: WGMMA
+writes the partial sum of a short part of K to a fragment, and CUDA cores add it to the FP32 accumulators.
 
-**In turns.** Where registers suffice, two fragments take turns, so that tensor cores multiply while sums are added:
+**Double-buffered.** If registers suffice, two partial fragments alternate, so that tensor cores multiply while CUDA
+cores add:
 
-    consumer groups    wait full[0] -> start the first product
-                       -> for each product p: start product p + 1, of the same K-tile or, after wait full[s + 1], of the
+    consumer groups    wait full[0] -> start WGMMA 0
+                       -> for each WGMMA p: start WGMMA p + 1, of the same K-tile or, after wait full[s + 1], of the
                               next -> wait until one is in flight -> after a K-tile's last: release empty[s] -> add p
 
-A warpgroup's product is 64 rows by at most 128 columns. Two fragments of as many columns leave registers for a tile's
-accumulators where its warpgroup has one product. One with 64x256 accumulators has products of 64x64. These would read
-128 bytes of shared memory a clock, half of it for A, which is what it gives. So **A is in registers**: the warpgroup
-reads it once a K-tile, by ldmatrix, while the first product runs; the first takes A from shared memory.
+A WGMMA has 64 rows and at most 128 columns. Two fragments of 128 columns fit next to a tile's accumulators if its
+warpgroup has one WGMMA. A warpgroup with 64x256 accumulators uses WGMMAs of 64x64. These would read 128 bytes of shared
+memory a clock, half of it for A, which is all that shared memory delivers. So **A is in registers**: the warpgroup
+reads it once per K-tile, by ldmatrix, while the first WGMMA runs; the first takes A from shared memory.
 
-**One by one**, elsewhere:
+**Single-buffered**, otherwise:
 
     consumer groups    wait full[s] -> for each slab of 64 rows and part of at most 128 columns:
-                           issue the WGMMAs of 128 of K, commit -> wait until they are done -> add
+                           issue the WGMMAs of 128 elements of K, commit -> wait until they are done -> add
                        -> release empty[s] -> s += 1
 
-A warpgroup's own products do not overlap with its additions, but the other one's do. So both share a tile, and none
+A warpgroup's own WGMMAs do not overlap with its additions, but the other warpgroup's do. Both share a tile, and neither
 waits for the other.
 """
 
@@ -37,7 +38,7 @@ from ..tile.hopper import WARPGROUP, start_product
 from ..tile.ptx import load_volatile, read_after_wait
 from .mainloop_sm90 import MainloopSm90
 
-STEPS = 4  # MMA steps of 32 of K whose sum is promoted
+STEPS = 4  # MMA steps of 32 elements of K per partial sum
 WARP_ROWS = 16  # of a slab
 LINE = 128  # bytes of a K-tile
 
@@ -50,12 +51,12 @@ def of_step(fragment: cute.Tensor, k: int) -> cute.Tensor:
 class PromotedMainloopSm90(MainloopSm90):
     """Steps of one work tile; loads are those of the plain mainloop.
 
-    takes_turns, rows_in_registers: GemmFacts.takes_turns, and with A in registers the rows of a tile, else 0.
-    grouped: whether columns come in runs of an item each, for whose numbers the producer needs registers.
+    takes_turns, rows_in_registers: GemmFacts.takes_turns, and the rows of a tile if A is in registers, else 0.
+    grouped: True for a grouped GEMM, whose producer needs registers for group indices.
 
-    Sums are multiplied by factors as they are added. Subclasses say where these come from: `first_factors`,
-    `load_factors`, `factors_of`, `promote`. There are two sets of registers for them, so that they can be loaded ahead.
-    In turns a K-tile's are in the set of its parity; one by one they are in the first.
+    Partial sums are multiplied by factors as they are added. Subclasses say where the factors come from:
+    `first_factors`, `load_factors`, `factors_of`, `promote`. Factors have two sets of registers, so that they can be
+    prefetched. Double-buffered, a K-tile uses the set of its parity; single-buffered, always the first.
     """
 
     loads_factors = False
@@ -66,13 +67,13 @@ class PromotedMainloopSm90(MainloopSm90):
         self.a_in_registers, self.stage_bytes = rows_in_registers > 0, rows_in_registers * LINE
         self.columns = 64 if self.a_in_registers else 128
         if takes_turns and (grouped or not self.a_in_registers):
-            self.registers = (40, 232)  # consumers have at most 64 + 128 sums
-        # By a 1.0 that the compiler does not know: with FADD for FFMA ptxas serialised products in turns, and spilled.
+            self.registers = (40, 232)  # consumers have at most 64 + 128 accumulators
+        # Multiply by a 1.0 that the compiler does not know: with FADD, ptxas serialized the WGMMAs, and spilled.
         self.multiplies_by_one = takes_turns and not self.loads_factors
 
     def operand_a(self, tiled_mma: cute.TiledMma, thr_mma, sA: cute.Tensor, thread: Int32):
-        """What `mma` takes as A: fragments. With A in registers it is a tuple: the MMA that takes A from shared memory,
-        its fragments, and where this thread's ldmatrix of stage 0 reads."""
+        """A as `mma` takes it: fragments, or with A in registers a tuple of the MMA that takes A from shared memory,
+        its fragments, and the shared memory address of this thread's ldmatrix of stage 0."""
         if not self.a_in_registers:
             return super().operand_a(tiled_mma, thr_mma, sA, thread)
         dtype, along_k = sA.element_type, cute.nvgpu.OperandMajorMode.K
@@ -82,15 +83,15 @@ class PromotedMainloopSm90(MainloopSm90):
         )
         first = cute.arch.make_warp_uniform(thread // WARPGROUP) * WARPGROUP
         fragments = super().operand_a(from_shared, from_shared.get_slice(first), sA, thread)
-        # A lane names a row of 16 bytes: of four 8x8 matrices rows 0 to 7 and 8 to 15, then the same 16 of K later.
-        # A line of 128 bytes is swizzled: its chunks of 16 bytes lie at their number xor the row's.
+        # Each lane points to a row of 16 bytes of four 8x8 matrices: rows 0 to 7, 8 to 15, then both again 16 bytes on.
+        # Lines of 128 bytes are swizzled: chunk c of 16 bytes in row r lies at c xor r % 8.
         lane = thread % 32
         row = thread // WARPGROUP * 64 + thread % WARPGROUP // 32 * WARP_ROWS + lane % WARP_ROWS
         chunk = (lane // WARP_ROWS) ^ (row % 8)
         return from_shared, fragments, sA.iterator.toint() + row * LINE + chunk * CHUNK
 
     def make_parts(self, acc: cute.Tensor) -> list:
-        """Fragments (MMA, 1, 1) for products."""
+        """Fragments (MMA, 1, 1) for partial sums."""
         return [cute.make_rmem_tensor((acc.shape[0], 1, 1), Float32) for _ in range(1 + self.takes_turns)]
 
     @cute.jit
@@ -105,7 +106,7 @@ class PromotedMainloopSm90(MainloopSm90):
         read,
         release,
         consumer_group: cutlass.Int32,
-        scales: tuple = (),  # of the work tile, which `first_factors` knows
+        scales: tuple = (),  # of the work tile, passed to `first_factors`
     ):
         """Accumulate every K-tile into acc; returns the read and release states after them."""
         acc.fill(0.0)
@@ -136,7 +137,7 @@ class PromotedMainloopSm90(MainloopSm90):
 
     @cute.jit
     def add_in_turns(self, operands: tuple, factors, turn: cutlass.Constexpr, pipeline, read, more: cutlass.Constexpr):
-        """Add the products of a K-tile, of which the first runs; with `more`, start the first of the next K-tile."""
+        """Add the partial sums of a K-tile, whose first WGMMA runs; with `more`, start the first of the next K-tile."""
         acc, parts = operands[1:3]
         count = const_expr(cute.size(acc, mode=[2]))
         this = read.clone()
@@ -209,17 +210,17 @@ class PromotedMainloopSm90(MainloopSm90):
         return read, release
 
     def first_factors(self, k_tiles, scales: tuple):
-        """Registers of two sets of factors; those of the first K-tile are loaded to the first."""
+        """Two sets of factor registers, the first one loaded for K-tile 0."""
         return load_volatile(scales[0]) if self.multiplies_by_one else None
 
     def load_factors(self, k_tiles, i, factors, turn: int) -> None:
-        """Load the factors of K-tile i, which may be past the last, to a set."""
+        """Load the factors of K-tile i, which may be past the last, into a set."""
 
     def keep_factors(self, factors) -> None:
-        """Move those of the second set to the first."""
+        """Move the factors of the second set to the first."""
 
     def factors_of(self, factors, turn: int):
-        """What `promote` takes of a set."""
+        """The factors of a set as `promote` takes them."""
         return factors
 
     def promote(
@@ -228,17 +229,17 @@ class PromotedMainloopSm90(MainloopSm90):
         part: cute.Tensor,  # (MMA,)
         m: int,
         n: int,
-        factors,  # None, a factor, or what `factors_of` of a subclass gives
+        factors,  # None, a factor, or the result of a subclass's `factors_of`
     ):
-        """sums += part, times the factor if there is one"""
+        """sums += part, or part * factor if there is one."""
         for v in range(cute.size(part)):
             sums[v] = sums[v] + (part[v] if factors is None else part[v] * factors)
 
 
 class ScaledMainloopSm90(PromotedMainloopSm90):
-    """The same of blocks that have a scale each: a multiply-add in the place of an addition.
+    """Promoted accumulation with one scale per stored block: FFMA in place of FADD.
 
-    A scale is loaded a period of K-tiles before it is used, by all threads of a warpgroup from one address.
+    A scale is loaded one block before it is used, by all threads of a warpgroup from one address.
     """
 
     loads_factors = True

@@ -118,7 +118,7 @@ class StoreSm80:
         rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
         epilogue.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
         if const_expr(self.narrow):
-            epilogue.narrow(self.spec, args, rD, cD, extent, rMax)
+            epilogue.quantize(self.spec, args, rD, cD, extent, rMax)
         for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:
             if const_expr(not self.vectorised):
                 self.store_direct(r, cD, m, extent, tile[2:])
@@ -146,7 +146,7 @@ class StoreSm80:
             cute.autovec_copy(value, cute.make_tensor(sD, width))
 
     def write_words(self, rD: cute.Tensor, buffer: Int32, first: tuple, lane: Int32) -> None:
-        """A chunk of 8-bit floats, a word for each 8 columns (tile.float8), to shared memory."""
+        """Write an FP8 chunk, a word per 8 columns (tile.float8), to shared memory."""
         row, col = lane >> 2, (lane & 3) * 2
         for j in range(cute.size(rD) // 4):
             word = packed(rD, 4 * j, self.out_dtype)

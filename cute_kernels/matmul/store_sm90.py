@@ -1,17 +1,17 @@
-"""The sm_90 store: accumulators through the epilogue into shared memory, and out by TMA, or straight to memory.
+"""The sm_90 store: accumulators through the epilogue into shared memory and out by TMA, or directly to global memory.
 
-Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through a two-deep ring of
-its own, so warpgroups never wait for each other:
+Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through its own ring of two
+buffers, so warpgroups never wait for each other:
 
-    all 128 threads    epilogue in registers, while the chunks before are still being stored
+    all 128 threads    epilogue in registers, while earlier chunks are still being stored
     warp 0             wait until the ring's buffer is free
-    all 128 threads    stmatrix, or of 8-bit floats 2 bytes at a time -> fence
+    all 128 threads    stmatrix, or 2 bytes at a time for FP8 -> fence
     warp 0             TMA store of the chunk, commit
 
-Of a tile whose K was split, a CTA stores its share of the chunks.
+With split-K, each CTA stores its share of a tile's chunks.
 
-Where D's strides or contiguous extent do not meet TMA's rule (multiples of 16 bytes, which it writes whole),
-`store_direct` writes element by element.
+`store_direct` writes element by element if D's strides or contiguous extent are not multiples of 16 bytes, as TMA
+needs.
 """
 
 from dataclasses import replace
@@ -31,14 +31,14 @@ from . import epilogue
 from .epilogue import coordinates
 
 SLAB_M = 64  # rows of one WGMMA
-PIECE = 32  # accumulators that an epilogue works on at a time
+PIECE = 32  # accumulators per call of the epilogue
 
 
 def in_fp32(acc: cute.Tensor, first: int, count: int) -> tuple[cute.Tensor, int]:
-    """(tensor, where they begin) of `count` accumulators from number `first` on, in fp32.
+    """(tensor, first index) of `count` accumulators from index `first` on, in FP32.
 
-    Those in fp16 are read as words of two: read one by one, the compiler keeps each in a register of its own while
-    products are added up, and serialises the WGMMAs of 192 columns.
+    FP16 accumulators are read in pairs: read one by one, the compiler keeps each in its own register during the
+    mainloop, and serializes WGMMAs of 192 columns.
     """
     if acc.element_type is Float32:
         return acc, first
@@ -51,7 +51,7 @@ def in_fp32(acc: cute.Tensor, first: int, count: int) -> tuple[cute.Tensor, int]
 
 
 class StoreSm90:
-    """Stores the accumulators of one consumer warpgroup."""
+    """Store of the accumulators of one consumer warpgroup."""
 
     def __init__(self, facts, group_n: int, dtype, anchor_bias: bool = True):
         cfg = facts.config
@@ -67,13 +67,13 @@ class StoreSm90:
         self.narrow, self.out_dtype = facts.narrow, facts.out_dtype
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
-        # An epilogue's arithmetic depends on no barrier, so the compiler starts that of all accumulators at once, and
-        # 128 GELUs' worth of temporaries spill. A factor read from shared memory for each piece keeps them apart: of
-        # the bias, where there is one, for that is fewer products; but with fewer registers (`anchor_bias` False) that
-        # spilled.
+        # An epilogue's arithmetic depends on no barrier, so the compiler would start it for all accumulators at once,
+        # and the temporaries of 128 GELUs spill. A factor of 1.0, read from shared memory for each piece, keeps the
+        # pieces apart. It multiplies the bias if there is one, which is fewer multiplications; with fewer registers
+        # (`anchor_bias` False) that spilled.
         self.anchored = not facts.epilogue.is_light
         self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
-        # Scales of rows and columns are multiplied here, the other terms are the epilogue's.
+        # Row and column scales are applied here, the other terms by the epilogue.
         self.each = facts.epilogue.scale_m == "row", facts.epilogue.scale_n == "column"
         self.piece = PIECE // (1 + any(self.each))
         rest = (None if each else kind for each, kind in zip(self.each, (self.spec.scale_m, self.spec.scale_n)))
@@ -142,8 +142,8 @@ class StoreSm90:
         rD = cute.make_rmem_tensor(piece, Float32)
         share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
         corner = (out_m * (self.tile_m // SLAB_M) + group_m) * SLAB_M, col0
-        # A chunk's own loads of scales come after the barriers of the chunk before, and each would be waited for: so
-        # those of all chunks come first, where the epilogue leaves registers for them.
+        # Scales loaded per chunk would come after the barriers of the chunk before, and each load would be waited for.
+        # So all chunks' scales are loaded first if the epilogue leaves registers for them.
         loaded = {}
         if const_expr(not self.anchored):
             for i in range_constexpr(share):
@@ -156,11 +156,11 @@ class StoreSm90:
                 out_m, out_n, outer_m = places[box]
                 col0 = (out_n * self.per_box + rest - e) * self.epi_n
             outer = (outer_m, *batch)
-            if const_expr(self.boxes > 1):  # an absent box lies past the last block: nothing there may be read
+            if const_expr(self.boxes > 1):  # an absent box lies past the last block and must not be read
                 outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
             at = const_expr(i * values)  # of the chunk's accumulators
             slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
-            if const_expr(self.gated):  # every second slab is what a gate multiplies
+            if const_expr(self.gated):  # every second slab has the rows of `up`
                 at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
                 slab = out_m * (self.tile_m // SLAB_M // 2) + s
             rows, columns = self.scales(i, args, corner, batch[0], rank, {} if self.anchored else loaded)
@@ -179,7 +179,7 @@ class StoreSm90:
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
                     cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
-                parts = []  # of D's chunk and z's
+                parts = []  # D's chunk and z's
                 if const_expr(self.tma and not self.narrow):
                     layout = cute.make_layout(piece)
                     parts = [cute.make_tensor(rOut.iterator + first, layout) for rOut in rOuts]
@@ -194,7 +194,7 @@ class StoreSm90:
                 if const_expr(self.boxes > 1 and not self.tma):
                     there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
                 if const_expr(self.narrow):
-                    epilogue.narrow(self.spec, args, rD, cD, there, rMax)
+                    epilogue.quantize(self.spec, args, rD, cD, there, rMax)
                 if const_expr(self.tma and self.narrow):
                     for v in range_constexpr(0, piece, 4):
                         rOuts[0][(first + v) // 4] = packed(rD, v, self.out_dtype)
@@ -219,9 +219,9 @@ class StoreSm90:
             epilogue.store_amax(self.spec, args, rMax)
 
     def scales(self, i: int, args: epilogue.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
-        """(scales of rows, of columns) of this CTA's i-th chunk; None where an operand has no such scales.
+        """(row scales, column scales) of this CTA's i-th chunk; None for an operand without them.
 
-        `corner`: the warpgroup's first row and column. `loaded`: those of chunks before, which this call adds to.
+        corner: the warpgroup's first row and column. loaded: scales of earlier chunks, to which this call adds.
         """
         chunk = i if self.split == 1 else rank * (self.slabs * self.chunks // self.split) + i
         s, e = chunk // self.chunks, chunk % self.chunks
@@ -233,24 +233,25 @@ class StoreSm90:
         return loaded.get(rows), loaded.get(columns)
 
     def scales_of_rows(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
-        """Those of the thread's two rows of the slab whose first row is `first`."""
+        """Scales of the thread's two rows of the slab whose first row is `first`."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         rows = [first + tidx // 32 * 16 + tidx % 32 // 4 + 8 * r for r in range(2)]
         return [scale[cutlass.min(row, scale.shape[0] - 1), l] for row in rows]
 
     def scales_of_columns(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
-        """What this lane has of the scales of a chunk whose first column is `first`. A thread has two columns of
-        every 8, the same as each fourth lane. Eight of these load two columns each, those of different 8, so that a
-        thread has two loads in place of 16."""
+        """This lane's share of the column scales of a chunk whose first column is `first`.
+
+        A thread has two columns of every 8, and every fourth lane has the same ones. Those eight lanes load two columns
+        of a different group of 8 each, so a thread does 2 loads instead of 16; `multiply` shuffles them."""
         lane = cute.arch.lane_idx()
         columns = [first + lane // 4 * 8 + lane % 4 * 2 + c for c in range(2)]
         return [scale[cutlass.min(column, scale.shape[0] - 1), l] for column in columns]
 
     def multiply(self, rD: cute.Tensor, rows: list | None, columns: list | None, first: int) -> None:
-        """Some accumulators of a chunk, from number `first`, times the scales of their rows and columns."""
+        """Multiply accumulators of a chunk, from index `first` on, by their row and column scales."""
         lane = cute.arch.lane_idx()
         for v in range(cute.size(rD)):
-            j, r, c = (first + v) // 4, v // 2 % 2, v % 2  # of 8 columns; of the thread's two rows, and of its columns
+            j, r, c = (first + v) // 4, v // 2 % 2, v % 2  # group of 8 columns; the thread's row, and its column
             if columns is not None and r == 0:
                 factor = cute.arch.shuffle_sync(columns[c], j * 4 + lane % 4)
                 for other in (v, v + 2):
@@ -259,9 +260,9 @@ class StoreSm90:
                 rD[v] = rD[v] * rows[r]
 
     def pending(self, number: int, total: int) -> int:
-        """How many stores may still read their buffers when the number-th of a tile's `total` stores takes its own.
+        """Number of stores that may still read their buffers when store `number` of a tile's `total` writes its own.
 
-        They take turns, but a tile begins with buffer 0, which the tile before may have used last.
+        Buffers rotate, but each tile starts at buffer 0, which may be the last one that the previous tile used.
         """
         return 0 if number == 0 and total % self.buffers else self.buffers - 1
 
@@ -284,15 +285,15 @@ class StoreSm90:
         self,
         copy_r2s: cute.TiledCopy | None,
         rOut: cute.Tensor,
-        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE); of 8-bit floats sD itself
+        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE); sD itself for FP8
         store: tuple,  # (TMA atom, its part of sD, its part of gD)
         buffer: Int32,
         place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
         group: Int32,
         warp: Int32,  # in the warpgroup
-        pending: cutlass.Constexpr,  # stores before it that may still read their buffers
+        pending: cutlass.Constexpr,  # earlier stores that may still read their buffers
     ):
-        """A chunk from registers through a buffer of the ring."""
+        """Store a chunk from registers through a buffer of the ring."""
         tma, bSG_sD, bSG_gD = store
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
@@ -309,10 +310,10 @@ class StoreSm90:
             cute.arch.cp_async_bulk_commit_group()
 
     def write_words(self, words: cute.Tensor, sD: cute.Tensor, buffer: Int32) -> None:
-        """A chunk of 8-bit floats, a word for each 8 columns (tile.float8), into its buffer.
+        """Write an FP8 chunk, a word per 8 columns (tile.float8), to its buffer.
 
-        TMA's swizzle moves the 16 bytes of an address to another place of its 128: bits 4 and up are those that they
-        are, xor bits 7 and up, as many as a row of the buffer has of 16 bytes. No two lanes of a warp meet in a bank.
+        TMA's swizzle xors address bits 4 and up with bits 7 and up, as many as a buffer row has units of 16 bytes. The
+        stores of a warp have no bank conflicts.
         """
         row_bytes = self.epi_n if self.n_major else SLAB_M
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
@@ -325,7 +326,7 @@ class StoreSm90:
                 swizzle = (g * row_bytes >> 3) & (row_bytes - 16)
                 at = base + (warp * 16 + g) * row_bytes + ((j // 2 * 16) ^ swizzle) + j % 2 * 8 + 2 * t
                 store_halves(word, at, at + 8 * row_bytes)
-            else:  # a row is a column of D, of which a thread of turned words has one
+            else:  # a row is a column of D; a thread of transposed words has one column
                 row, column = warp * 16 + g // 2 * 2, 2 * t + g % 2
                 at = base + (j * 8 + column) * row_bytes
                 swizzle = t * 16
@@ -345,10 +346,10 @@ class StoreSm90:
                     mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
 
     def sync(self, group):
-        """All 128 threads of one warpgroup."""
+        """Synchronize the 128 threads of one warpgroup."""
         cute.arch.barrier(barrier_id=PRODUCT_STORE + group, number_of_threads=WARPGROUP)
 
     def drain(self):
-        """Before the CTA ends, its shared memory must have been read."""
+        """Wait until TMA stores have read shared memory, as they must before the CTA exits."""
         if self.tma:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

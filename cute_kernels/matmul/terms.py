@@ -1,4 +1,4 @@
-"""What a product adds to a @ b: an op's epilogue arguments, their checks, and the facts that they become."""
+"""Epilogue arguments of an op, their checks, and the facts that a kernel is compiled from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Terms:
     alpha: float = 1.0
     beta: float = 1.0
     epilogue: Callable | None = None
-    with_z: bool = False  # whether what enters the activation is a second result
+    with_z: bool = False  # True if the activation's input is a second result
     gated: bool = False  # see EpilogueSpec
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
@@ -40,17 +40,17 @@ class Terms:
 
     @property
     def acc_dtype(self) -> str:
-        """Name of what sums are kept in."""
+        """Name of the accumulator's dtype."""
         return "float32" if self.accumulation_dtype is None else NAMES[self.accumulation_dtype]
 
     def read(self, op: str) -> "Terms":
-        """The terms without a residual that is multiplied by beta = 0, which is not read, as in torch.addmm."""
+        """The terms without the residual if beta is 0: as in torch.addmm, it is not read then."""
         check_scalar(op, "beta", self.beta)
         return self if self.residual is None or self.beta != 0 else replace(self, residual=None)
 
     def spec(self, op: str, kind: str | None, scales: tuple = (None, None)) -> EpilogueSpec:
-        """The static half of the epilogue, with a bias and scales of these kinds (see bias_kind and scale_kind); checks
-        what has no shape."""
+        """The static half of the epilogue with a bias and scales of these kinds (see bias_kind, scale_kind). Checks
+        the terms that have no shape."""
         for name in ("alpha", "beta"):
             check_scalar(op, name, getattr(self, name))
         check_activation(op, self.activation)
@@ -71,21 +71,21 @@ class Terms:
 
 
 def check_activation(op: str, activation) -> None:
-    """ValueError for one that is not known."""
+    """Raise ValueError for an unknown activation."""
     if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"{op}: unknown activation {activation!r}; known are {known} and None")
 
 
 def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | None:
-    """ "col" for a bias (cols,) or (1, cols), one value per column of the result; "row" for (rows, 1).
+    """Return "col" for a bias (cols,) or (1, cols), one value per column of the result, and "row" for (rows, 1).
 
-    dtype: of the operands; the bias may be of it, too.
+    dtype: dtype of the operands, which the bias may have, too.
     """
     if bias is None:
         return None
     check_tensor(f"{op}: bias", bias)
-    if bias.dtype not in NAMES and bias.dtype != dtype:  # float64 beside float64 operands
+    if bias.dtype not in NAMES and bias.dtype != dtype:  # float64 with float64 operands
         raise TypeError(f"{op}: bias is {bias.dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported")
     shape = tuple(bias.shape)
     if shape in ((cols,), (1, cols)):
@@ -94,17 +94,22 @@ def bias_kind(op: str, bias, rows: int, cols: int, dtype: torch.dtype) -> str | 
         return "row"
     raise ValueError(
         f"{op}: bias has shape {shape}; the result's last two extents are ({rows}, {cols}), so it must be "
-        f"({cols},) for one value a column or ({rows}, 1) for one value a row"
+        f"({cols},) for one value per column or ({rows}, 1) for one value per row"
     )
 
 
 def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
-    """Of scale_a and scale_x "tensor", "row" or "1x128", of scale_b "tensor", "column" or "128x128"; None without one.
+    """Return the kind of a dequantization scale, from its shape; None without one.
 
-    One value scales all of the operand. Else it has one for each row of a or x (..., M, K), (..., M, 1), or each column
-    of b (..., K, N), (..., 1, N); of an operand without batch dimensions also (M,) or (N,). Or, of gemm, one for each
-    row and 128 columns of a, (..., M, K / 128), or for each 128x128 of b, (..., K / 128, N / 128), both rounded up.
-    Where that is the same shape, K is at most 128, and it means the same.
+    | kind | scale of | shape |
+    | --- | --- | --- |
+    | "tensor" | any operand | one element |
+    | "row" | a or x (..., M, K) | (..., M, 1); without batch dimensions also (M,) |
+    | "column" | b (..., K, N) | (..., 1, N); without batch dimensions also (N,) |
+    | "1x128" | gemm's a | (..., M, K / 128), rounded up |
+    | "128x128" | gemm's b | (..., K / 128, N / 128), rounded up |
+
+    Two kinds have the same shape only if K is at most 128; they mean the same then.
     """
     if scale is None:
         return None
@@ -178,34 +183,34 @@ def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
 
 
 def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.dtype) -> None:
-    """What goes with an output of 8-bit floats, and with no other.
+    """Check scale_out and return_amax, which require an FP8 output, and that an FP8 output has no residual.
 
     Raises:
-        TypeError: scale_out is no tensor of torch.float32.
-        ValueError: it has more than one element, or the output is of another dtype; or the output is of 8-bit floats,
-            and there is a residual.
+        TypeError: scale_out is not a tensor of torch.float32.
+        ValueError: it does not have one element, or the output is not FP8; or the output is FP8 and there is a
+            residual.
     """
     if terms.scale_out is not None:
         check_one_number(op, "scale_out", terms.scale_out)
     for name, value in (("scale_out", terms.scale_out), ("return_amax", terms.amax)):
         if value is not None and out_dtype not in FLOAT8:
-            raise ValueError(
-                f"{op}: {name} of an output of {out_dtype}: outputs of {FLOAT8_TEXT} have it; pass out_dtype="
-            )
+            raise ValueError(f"{op}: {name} requires an output of {FLOAT8_TEXT}, got {out_dtype}; pass out_dtype=")
     if out_dtype in FLOAT8 and terms.residual is not None:
-        raise ValueError(f"{op}: a residual and an output of {out_dtype}; add it to a product in {default} instead")
+        raise ValueError(
+            f"{op}: residual is not supported with an output of {out_dtype}; add it to an output in {default}"
+        )
 
 
 def new_amax(op: str, return_amax, operand) -> torch.Tensor | None:
     """Memory for the largest magnitude of a call's result, float32 (1,); None if it is not to be returned."""
     if not isinstance(return_amax, bool):
         raise TypeError(f"{op}: return_amax must be True or False, got {return_amax!r}")
-    device = getattr(operand, "device", None)  # of what is no tensor, which the call will name, there is none
+    device = getattr(operand, "device", None)  # None if it is not a tensor, which the call will report
     return torch.empty(1, dtype=torch.float32, device=device) if return_amax else None
 
 
 def check_one_number(op: str, name: str, value) -> None:
-    """TypeError for what is no tensor of torch.float32, ValueError for one that has not one element."""
+    """Raise TypeError unless value is a tensor of torch.float32, ValueError unless it has one element."""
     check_tensor(f"{op}: {name}", value)
     if value.dtype != torch.float32:
         raise TypeError(f"{op}: {name} is {value.dtype}; it must be torch.float32")
@@ -214,18 +219,18 @@ def check_one_number(op: str, name: str, value) -> None:
 
 
 def epilogue_program(op: str, function) -> Program:
-    """What a user's epilogue function computes, traced by torch once for each state that the function can be in.
+    """The program of a user's epilogue function, traced by torch once per state of the function.
 
     Raises:
-        TypeError: it is no function of one tensor, does what a kernel cannot, or returns something other than a
-            floating-point tensor of its argument's shape; the message names the line.
-        RuntimeError: it reads a captured tensor that requires a gradient, in a call that may have gradients.
+        TypeError: it is not a function of one tensor, does something that a kernel cannot, or returns something other
+            than a floating-point tensor of its argument's shape; the message names the line.
+        RuntimeError: it reads a captured tensor that requires a gradient, while gradients are enabled.
     """
     return function if isinstance(function, Program) else traced_epilogue(op, function).program
 
 
 def traced_epilogue(op: str, function) -> Traced:
-    """The same of a function that is no Program, with the tensors that it reads."""
+    """Trace a function that is not a Program; the result also has the tensors that it reads."""
     what = f"{op}: the epilogue function"
     if not callable(function):
         raise TypeError(f"{what} must be a function of one tensor, got {type(function).__name__}")
@@ -240,7 +245,7 @@ def traced_epilogue(op: str, function) -> Traced:
             if t.requires_grad or unpack_dual(t).tangent is not None:
                 write = "capture a Python number" if op == "torch.compile" else "write scale.detach().item() in it"
                 raise RuntimeError(
-                    f"{what} reads a captured tensor that has a gradient, which the kernel does not compute. Apply it "
-                    f"to the result instead, as in gemm(a, b) * scale; or, to treat it as a constant, {write}"
+                    f"{what} reads a captured tensor that requires a gradient, which the kernel does not compute. "
+                    f"Apply it to the result instead, as in gemm(a, b) * scale; or, to treat it as a constant, {write}"
                 )
     return found

@@ -311,7 +311,7 @@ class SkinnyKernel:
                 rZ = cute.make_rmem_tensor(1, Float32) if const_expr(self.facts.epilogue.stores_z) else None
                 epilogue.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l), None, rZ)
                 if const_expr(self.facts.narrow):
-                    epilogue.narrow(self.facts.epilogue, args, rD, [coord], extent, rMax)
+                    epilogue.quantize(self.facts.epilogue, args, rD, [coord], extent, rMax)
                     epilogue.store_bytes(rD, [coord], mD, extent, (row, l), self.facts.out_dtype)
                 else:
                     mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
