@@ -214,7 +214,7 @@ def converted(v, facts: ValuesFacts) -> Callable:
 
 def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
     """A function of such a v and, of packed ones, cu_seqlens_k: v for the fast forward kernel, in new memory."""
-    from .forward.transposed_values import tiles_of
+    from .forward.fp8.transposed_values import tiles_of
 
     (batch, heads), (rows, dim) = ((1, v.shape[1]), v.shape[::2]) if sequences else (v.shape[:2], v.shape[2:])
     tiles, tile = tiles_of(rows, facts.tile, sequences), dim * facts.tile

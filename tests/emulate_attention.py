@@ -14,8 +14,7 @@ import attention.packed as packed
 import attention.plan as plan
 from attention import block_sparse
 from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts
-from attention.forward.mainloop_float8 import KEYS
-from attention.forward.transposed_values import place_of
+from attention.forward.fp8.transposed_values import KEYS, place_of
 from attention.reference import spans_of
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import FLOAT8, NAMES_OF_OPERANDS, TORCH

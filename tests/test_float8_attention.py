@@ -12,7 +12,7 @@ import cute_kernels
 from attention import BlockMask, attention, eager
 from attention.forward import choose
 from attention.forward.config import Float8Facts
-from attention.forward.mainloop_float8 import LARGEST
+from attention.forward.fp8.softmax import LARGEST
 from attention.score_mods import Alibi
 from cute_kernels import explain, quantize
 from cute_kernels.runtime.call_plan import PlanCache

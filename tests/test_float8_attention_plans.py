@@ -13,8 +13,8 @@ import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, eager, float8, scaled_dot_product_attention
 from attention.forward import choose
 from attention.forward.config import Float8Facts
-from attention.forward.mainloop_float8 import HEADROOM, KEYS, LARGEST
-from attention.forward.transposed_values import first_column, place_of, tiles_of
+from attention.forward.fp8.softmax import HEADROOM, LARGEST
+from attention.forward.fp8.transposed_values import KEYS, first_column, place_of, tiles_of
 from cute_kernels import explain
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.device import assume

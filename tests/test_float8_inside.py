@@ -14,7 +14,7 @@ import torch
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.forward import choose
 from attention.forward.config import Float8Facts
-from attention.forward.values_inside import CONVERTERS, PIECE, ValuesInside, swizzled
+from attention.forward.fp8.values_inside import CONVERTERS, PIECE, ValuesInside, swizzled
 from attention.masks.mask_mods import And, Band, RowRange
 from cute_kernels import explain
 from cute_kernels.runtime.compile import compile_for

@@ -28,7 +28,7 @@ from cute_kernels.tile.barriers import Arrivals
 from cute_kernels.tile.hopper import WARPGROUP
 from cute_kernels.tile.ptx import read_special_register
 
-from ..forward.mainloop_sm90 import permuted
+from ..forward.operand_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
 from .config import BackwardFacts

@@ -31,9 +31,11 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.barriers import DECODE_CONSUMERS
 
 from ..forward.config import DecodeFacts
-from ..forward.mainloop_sm90 import ROWS, WARPGROUP, MainloopSm90, permuted
+from ..forward.mainloop_sm90 import ROWS, WARPGROUP, MainloopSm90
 from ..forward.mask_and_softmax import QueryWork
+from ..forward.operand_sm90 import make_load, permuted
 from ..forward.softmax import rows_and_columns
+from ..forward.softmax_policy import ExactMax
 from ..forward.store_o import VECTOR
 from .combine import Combine
 from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
@@ -49,7 +51,7 @@ class DecodeSm90:
 
     def __init__(self, facts: DecodeFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = MainloopSm90(facts, lazy=False)
+        self.mainloop = MainloopSm90(facts, ExactMax(facts))
         self.dtype = self.mainloop.dtype
         self.threads = WARPGROUP + 32
         self.cluster = 1
@@ -91,8 +93,8 @@ class DecodeSm90:
         _, sK, sV = loop.layouts()
         self.storage = loop.storage()
         self.smem_bytes = self.storage.size_in_bytes()
-        tma_k, tK = loop.make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
-        tma_v, tV = loop.make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
+        tma_k, tK = make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
+        tma_v, tV = make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
         scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
         source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
         qk, pv = loop.make_mmas()

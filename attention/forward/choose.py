@@ -116,7 +116,7 @@ FLOAT8_BLOCKS = {
     },
 }
 
-# V of e4m3 becomes fp16 in a kernel before, or inside of the forward kernel (values_inside), for each query tile anew.
+# V of e4m3 becomes FP16 in a kernel before, or in the forward kernel (fp8/values_inside), for each query tile anew.
 # Measured on an H200: what the kernel before takes for a launch and for each byte that it reads and writes, and by what
 # the forward kernel is longer for each value that it converts, on one multiprocessor: 0.1 us for a tile of 128x128.
 BEFORE_US, BEFORE_US_A_BYTE = 3.0, 1 / 3.3e6

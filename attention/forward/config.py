@@ -13,7 +13,7 @@ from ..score_mod import ScoreMod
 SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
 HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
-GIVEN_STAGES = 2  # of V of 8 bits, where the forward kernel converts it (values_inside)
+STAGING_STAGES = 2  # of the ring of FP8 V that the forward kernel converts (fp8/values_inside)
 SCALE_TOKENS = 128  # of 8 bits: rows of Q, and of K and V, that share a scale where scales are of blocks of tokens
 
 
@@ -174,7 +174,7 @@ class FlashFacts:
 
 @dataclass(frozen=True)
 class Float8Facts(FlashFacts):
-    """Facts of a kernel whose Q and K are 8-bit floats (mainloop_float8).
+    """Facts of a kernel whose Q and K are 8-bit floats (fp8/).
 
     P and V are fp16, to which another kernel converts V before or this one does (`converts`), or V has 16 bits already.
     With `fast` they are of 8 bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its
@@ -189,8 +189,8 @@ class Float8Facts(FlashFacts):
     q_descale: bool = False  # whether Q has scales
     k_descale: bool = False
     v_descale: bool = False
-    tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (mainloop_tokens)
-    converts: bool = False  # whether this kernel itself makes V fp16 (values_inside), and none runs before it
+    tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (fp8/scales)
+    converts: bool = False  # whether this kernel itself makes V fp16 (fp8/values_inside), and none runs before it
 
     @property
     def loaded_v(self) -> str:
@@ -212,13 +212,13 @@ class Float8Facts(FlashFacts):
         """Shared memory of Q and of the rings of K and V, with barriers."""
         cfg = self.config
         values = cfg.tile_n * self.head_dim_v * cfg.stages * self.values_element.width
-        given = cfg.tile_n * self.head_dim_v * GIVEN_STAGES if self.converts else 0
+        given = cfg.tile_n * self.head_dim_v * STAGING_STAGES if self.converts else 0
         return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + given + BARRIER_BYTES
 
 
 @dataclass(frozen=True)
 class ValuesFacts:
-    """Facts of the kernel that makes V of 8 bits fp16 (converted_values), or transposes it (transposed_values)."""
+    """Facts of the kernel that converts FP8 V to FP16 (fp8/converted_values), or transposes it."""
 
     family: ClassVar[str] = "values of 8 bits"
     arch: str

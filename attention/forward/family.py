@@ -21,9 +21,7 @@ class FlashForward(Family):
 
     def entry(self, facts: FlashFacts):
         if isinstance(facts, Float8Facts):
-            from .kernel_float8 import FlashForwardFloat8, FlashForwardFloat8Fast
-
-            FlashForward = FlashForwardFloat8Fast if facts.fast else FlashForwardFloat8
+            from .fp8.kernel import FlashForwardFp8 as FlashForward
         elif facts.path == "sm_90":
             from .kernel_sm90 import FlashForwardSm90 as FlashForward
         else:
@@ -107,8 +105,8 @@ class Values(Family):
     ops = ("attention", "block_sparse_attention")
 
     def entry(self, facts: ValuesFacts):
-        from .converted_values import ConvertValues
-        from .transposed_values import TransposeValues
+        from .fp8.converted_values import ConvertValues
+        from .fp8.transposed_values import TransposeValues
 
         return TransposeValues(facts) if facts.tile else ConvertValues(facts)
 

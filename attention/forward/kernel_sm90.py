@@ -1,6 +1,6 @@
 """The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle, or convert V (values_inside)
+    warpgroup 0      producer; one of its warps issues all TMA loads, the others idle, or convert V (fp8/values.py)
     warpgroups 1..   consumers; each owns 64 rows of the query tile, or shares them with the other (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
@@ -22,8 +22,6 @@ cores.
 O needs no shared memory, so the next query tile's Q is loaded as soon as this one's last scores are done.
 """
 
-from functools import partial
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -34,11 +32,13 @@ from cute_kernels.tile.barriers import FORWARD_OOB, Arrivals
 from cute_kernels.tile.ptx import read_special_register
 
 from .config import FlashFacts
-from .mainloop_sm90 import WARPGROUP, MainloopSm90, permuted
+from .mainloop_sm90 import WARPGROUP, MainloopSm90
 from .mask_and_softmax import QueryWork
+from .operand_sm90 import load_tile, permuted
 from .problem import problem_of
 from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
+from .softmax_policy import policy_of
 from .store_o import store_partial, store_rows
 from .tile_queue import FIELDS, SLOTS, TileQueue
 from .zero_oob_rows import zero_oob_rows
@@ -49,29 +49,28 @@ FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next 
 # With one of them an SM may have two CTAs. Of those that share rows the producer has more: its tiles are eight boxes.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 REGISTERS_SHARING = (40, 232)
-# With warps that convert V, by number of consumers and CTAs of an SM.
-REGISTERS_CONVERTING = {(1, 2): (24, 232), (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
-    mainloop_of = partial(MainloopSm90, lazy=True)
-    converters = 0  # warps of the producer's warpgroup that make tiles of V what products read
     follows = False  # whether this kernel may be launched while another one, which makes its V, still runs
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
-        self.mainloop = self.mainloop_of(facts)
+        self.mainloop = loop = self.make_mainloop(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
-        if self.converters:
-            self.registers = REGISTERS_CONVERTING[facts.config.groups, facts.config.ctas]
+        self.registers = loop.v.registers or self.registers
         self.cluster = 1
-        self.arrivals = {"Q, K, V": self.mainloop.arrivals}
+        self.arrivals = {"Q, K": loop.arrivals, **loop.v.rings}
         if facts.config.dynamic:
-            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32, others=self.converters)
+            self.arrivals["queue"] = Arrivals(1, 4 * facts.config.groups, threads=32, others=loop.v.converters)
         self.storage = self.smem_bytes = None  # known once traced
+
+    @staticmethod
+    def make_mainloop(facts: FlashFacts) -> MainloopSm90:
+        return MainloopSm90(facts, policy_of(facts))
 
     # ------------------------------------------------------------------ launch
 
@@ -99,18 +98,17 @@ class FlashForwardSm90:
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right, offsets)
         scalars = scale_log2, softcap, score_tensors, mSinks
-        self.start(p, self.mainloop.view_of_values(p.mV), counter, scalars, None, max_ctas, stream)
+        self.start(p, self.mainloop.v.view(p.mV), counter, scalars, None, max_ctas, stream)
 
     def start(self, p, tV: cute.Tensor, counter, scalars: tuple, scales, max_ctas: Int32, stream: cuda.CUstream):
         """Launch the kernel of a problem; tV is V as (Dv, Sk, Hkv, B), `scalars` and `scales` the kernel's last."""
-        cfg, facts, loop = self.cfg, self.facts, self.mainloop
+        cfg, loop = self.cfg, self.mainloop
         tQ, tK, gO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mO))  # (S, D, H, B)
-        sQ, sK, sV = loop.layouts()
         self.storage = loop.storage()
         self.smem_bytes = self.storage.size_in_bytes()
-        tma_q, tQ = loop.make_load(tQ, sQ, (cfg.tile_m, facts.head_dim))
-        tma_k, tK = loop.make_load(tK, sK, (cfg.tile_n, facts.head_dim))
-        tma_v, tV = loop.make_values_load(tV, sV, (facts.head_dim_v, cfg.tile_n))
+        tma_q, tQ = loop.q.make_load(tQ)
+        tma_k, tK = loop.k.make_load(tK)
+        tma_v, tV = loop.v.make_load(tV)
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, gO, p.mLSE, counter, qk, pv, p.source, p.scheduler, p.seqlens,
@@ -133,7 +131,7 @@ class FlashForwardSm90:
         mQ: cute.Tensor,  # (Sq, D, H, B)
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,  # (Sk, D, Hkv, B)
-        tma_v: cute.CopyAtom | None,  # None of V of 8 bits, which is as kernel_float8 says
+        tma_v: cute.CopyAtom | None,  # None where V comes without TMA (fp8/values.py)
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
@@ -175,9 +173,9 @@ class FlashForwardSm90:
                     cute.arch.griddepcontrol_wait()
                 operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
-            if const_expr(self.converters > 0):
+            if const_expr(self.mainloop.v.converters > 0):
                 if warp > 0:
-                    self.convert_values(storage, (loads_v, pipe_v), queue, source, scheduler, seqlens, step)
+                    self.mainloop.v.convert(storage, (loads_v, pipe_v), queue, source, scheduler, seqlens, step)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             groups = cute.make_layout(cfg.groups, stride=WARPGROUP if facts.sharers == 1 else 0)
@@ -190,7 +188,9 @@ class FlashForwardSm90:
                 column = group * self.mainloop.columns
             acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
             lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
-            v_scale = self.mainloop.value_scale(scales)
+            v_scale = None
+            if const_expr(self.mainloop.scales is not None):
+                v_scale = self.mainloop.scales.value_register()
             state_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
             at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
             at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
@@ -205,7 +205,9 @@ class FlashForwardSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = self.first_row(tile)
-                mine, cap = self.mainloop.of_tile(c, softcap, scales, tile)
+                mine, cap = c, softcap
+                if const_expr(self.mainloop.scales is not None):
+                    mine, cap = self.mainloop.scales.of_query_tile(c, softcap, scales, tile)
                 mine.softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
@@ -224,29 +226,40 @@ class FlashForwardSm90:
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     self.mainloop.last_step(mine, at_v)
-                    read_sink(mSinks, tile.h, sinks)
-                    self.mainloop.read_value_scale(scales, tile, v_scale)
+                    self.read_last(mSinks, sinks, scales, v_scale, tile)
                     # The last product runs. Its wait must be in this branch, or ptxas waits often: so both consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
                 else:
-                    read_sink(mSinks, tile.h, sinks)
-                    self.mainloop.read_value_scale(scales, tile, v_scale)
+                    self.read_last(mSinks, sinks, scales, v_scale, tile)
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                 mine.softmax.finish(out, lse, sinks, v_scale)
                 gO = cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b])
                 (store_partial if mO.element_type is Float32 else store_rows)(acc_O, gO, row, seqlen.rows)
-                if const_expr(mLSE is not None):
-                    if tidx % 4 == 0 and (facts.sharers == 1 or group == 0):
-                        for r in range_constexpr(2):
-                            if row + 8 * r < seqlen.rows:
-                                mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
+                self.store_lse(mLSE, lse, tile, seqlen, row, tidx, group)
                 if const_expr(cfg.dynamic):
                     state_queue.advance()
                 else:
                     index += step
+
+    def read_last(self, mSinks: cute.Tensor | None, sinks, scales: tuple | None, v_scale, tile):
+        """Read a query tile's sink and V's descale factor at its end, so that no register holds them before."""
+        read_sink(mSinks, tile.h, sinks)
+        if v_scale is not None:
+            self.mainloop.scales.read_value(scales, tile, v_scale)
+
+    @cute.jit
+    def store_lse(
+        self, mLSE: cute.Tensor | None, lse: cute.Tensor, tile, seqlen, row: Int32, tidx: Int32, group: Int32
+    ):
+        """Store the LSE of this thread's two rows, if it is asked for: by one thread of each quad."""
+        if const_expr(mLSE is not None):
+            if tidx % 4 == 0 and (self.facts.sharers == 1 or group == 0):
+                for r in range_constexpr(2):
+                    if row + 8 * r < seqlen.rows:
+                        mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
 
     def first_row(self, tile) -> Int32:
         """The first of this thread's two rows of the query tile."""
@@ -261,7 +274,7 @@ class FlashForwardSm90:
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
         """Load this CTA's query tiles, and the tiles of K and V.
 
-        operands: (TMA atom, smem, tensor, pipeline) of Q and K, and (TMA atom, tensor, mainloop.ring_of_loads) of V.
+        operands: (TMA atom, smem, tensor, pipeline) of Q and K, and (TMA atom, tensor, Values.loads) of V.
         """
         cfg, facts = self.cfg, self.facts
         (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, (sV, pipe_v, stages_v)) = operands
@@ -275,15 +288,15 @@ class FlashForwardSm90:
             tile = scheduler.of_fields(fields)
             seqlen = seqlens.of(tile.b)
             tiles = source.for_tile(tile, seqlen)
-            tQsQ, tQgQ = self.partition(tma_q, sQ, mQ, (cfg.tile_m, facts.head_dim), (seqlen.q0, 0))
-            tKsK, tKgK = self.partition(tma_k, sK, mK, (cfg.tile_n, facts.head_dim), (seqlen.k0, 0))
-            values = self.values(tma_v, sV, mV, tile, seqlen)
+            tQsQ, tQgQ = self.mainloop.q.partition(tma_q, sQ, mQ, (seqlen.q0, 0))
+            tKsK, tKgK = self.mainloop.k.partition(tma_k, sK, mK, (seqlen.k0, 0))
+            values = self.mainloop.v.tiles(tma_v, sV, mV, tile, seqlen)
             # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
             # tile long before it begins it may be one that still has much to do.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
             if tiles.count > 0:
                 # Loads are in the order in which consumers wait for them; Q's stage is free later than K's.
-                gK = tKgK[None, None, 0, tile.h_kv, seqlen.b]
+                keys = tma_k, tKgK[None, None, 0, tile.h_kv, seqlen.b], tKsK
                 # at() may load a tile's number from memory, so it is called one step ahead, once past the end.
                 n, ahead = tiles.at(0), tiles.at(1)
                 gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
@@ -291,9 +304,9 @@ class FlashForwardSm90:
                 # producer has no registers for it.
                 if const_expr(facts.head_dim in (64, 128)):
                     cute.prefetch(tma_q, gQ)
-                self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
+                self.mainloop.k.load(keys, n, pipe_k, at_k)
                 at_k.advance()
-                self.load(tma_q, gQ, tQsQ, pipe_q, state_q)
+                load_tile(tma_q, gQ, tQsQ, pipe_q, state_q)
                 state_q.advance()
                 for i in cutlass.range(1, tiles.count, unroll=1):
                     if const_expr(cfg.dynamic):
@@ -301,11 +314,11 @@ class FlashForwardSm90:
                             number = queue.fetch(step)
                     before, n = n, ahead
                     ahead = tiles.at(i + 1)
-                    self.load(tma_k, gK[None, n], tKsK, pipe_k, at_k)
+                    self.mainloop.k.load(keys, n, pipe_k, at_k)
                     at_k.advance()
-                    self.load_values(values, before, pipe_v, at_v)
+                    self.mainloop.v.load(values, before, pipe_v, at_v)
                     at_v.advance()
-                self.load_values(values, n, pipe_v, at_v)
+                self.mainloop.v.load(values, n, pipe_v, at_v)
                 at_v.advance()
             if const_expr(cfg.dynamic):
                 if tiles.count < 2:
@@ -316,38 +329,12 @@ class FlashForwardSm90:
                 queue.publish(index, fields, state_queue)
                 state_queue.advance()
 
-    @cute.jit
-    def load(self, tma: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, pipe, state):
-        """Load a tile, (TMA,) of (TMA, PIPE), as soon as its stage is free."""
-        pipe.producer_acquire(state)
-        cute.copy(tma, gX, sX[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
-
-    def values(self, tma: cute.CopyAtom, sV: cute.Tensor, mV: cute.Tensor, tile, seqlen) -> tuple:
-        """What load_values takes of a query tile: the TMA atom, (TMA, rest_1) and (TMA, PIPE)."""
-        facts = self.facts
-        tVsV, tVgV = self.partition(tma, sV, mV, (facts.head_dim_v, self.cfg.tile_n), (0, seqlen.k0))
-        return tma, tVgV[None, 0, None, tile.h_kv, seqlen.b], tVsV
-
-    def load_values(self, values: tuple, n: Int32, pipe, state):
-        """Load the n-th tile of V, as soon as its stage is free."""
-        tma, gV, tVsV = values
-        self.load(tma, gV[None, n], tVsV, pipe, state)
-
-    def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin: tuple) -> tuple:
-        """(TMA, PIPE) and (TMA, rest_0, rest_1, heads, batch) of an operand whose tiles begin at `begin`."""
-        if self.facts.packed:
-            tensor = cute.domain_offset((*begin, 0, 0), tensor)
-        tiles = cute.local_tile(tensor, tile, (None, None, None, None))
-        return cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-
     def make_pipelines(self, storage, sV: cute.Tensor) -> tuple:
         """(Q, K, V, what V is loaded into, queue); returns after every barrier is visible."""
         cfg, loop, queue = self.cfg, self.mainloop, None
-        pipe_q = loop.make_ring(storage.barriers_q, 1, cfg.tile_m * self.facts.head_dim, loop.dtype)
+        pipe_q = loop.q.make_ring(storage.barriers_q)
         pipe_k, pipe_v = loop.make_kv_rings(storage)
-        loads_v = loop.ring_of_loads(storage, sV, pipe_v)
+        loads_v = loop.v.loads(storage, sV, pipe_v)
         if cfg.dynamic:
             arrivals = self.arrivals["queue"]
             queue = pipeline.PipelineAsync.create(

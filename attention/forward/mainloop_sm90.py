@@ -15,8 +15,8 @@ So the softmax of one tile runs while the tensor cores do the product of the til
 At head dimension 512 two warpgroups share their 64 rows (FlashFacts.sharers): each computes S' of half of Q's and K's
 columns, adds the other's through shared memory, does the same softmax, and has half of O's columns.
 
-The kernels differ in how
-Q, K and V are loaded, how rows are packed, and what is stored.
+What differs between kernels are the operands (operand_sm90), the softmax policy (softmax_policy) and, of FP8 operands,
+the descale factors (fp8/scales).
 """
 
 from dataclasses import dataclass, replace
@@ -25,22 +25,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute import make_ptr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.typing import AddressSpace
 from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.barriers import FORWARD_ORDER, FORWARD_SCORES, Arrivals
 from cute_kernels.tile.element import VECTOR_BYTES
-from cute_kernels.tile.hopper import ALIGN, smem_layout, start_product
+from cute_kernels.tile.hopper import ALIGN, start_product
 from cute_kernels.tile.ptx import compute_before_waits, read_special_register
 
 from .config import FlashFacts
 from .kv_tiles import FULL
-from .mask import cap_scores
-from .mask_and_softmax import QueryWork, mask_and_softmax
-from .recompute_scores import recompute_scores
-from .softmax import OnlineSoftmax, rows_and_columns
+from .mask_and_softmax import QueryWork
+from .operand_sm90 import Operand, Values
+from .softmax import OnlineSoftmax
+from .softmax_policy import ExactMax
 from .tile_queue import FIELDS, SLOTS
 
 WARPGROUP = 128
@@ -76,29 +76,25 @@ def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
 class MainloopSm90:
     """Steps over the tiles of K and V of one query tile; also the storage, products and rings that they need.
 
-    lazy: whether steps after the first rescale O only where a row's maximum has grown by much, and full tiles first
-    try to do without their row maxima (FlashFacts.skips_max).
+    values: the class of V's operand. scales: the descale factors of FP8 operands (fp8/scales); None: none.
     """
 
-    def __init__(self, facts: FlashFacts, lazy: bool):
-        self.facts, self.cfg, self.lazy = facts, facts.config, lazy
+    def __init__(self, facts: FlashFacts, policy: ExactMax, values: type[Values] = Values, scales=None):
+        self.facts, self.cfg, self.policy, self.scales = facts, facts.config, policy, scales
         self.dtype, self.dtype_v = cutlass_dtype(facts.dtype), cutlass_dtype(facts.values_dtype)  # of P, too
         self.sharers = facts.sharers
         self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
-        # Bytes and stages of a ring that V is loaded into, where it is not the one that products read (values_inside).
-        self.given_bytes, self.given_stages = 0, 0
+        cfg, dim = facts.config, facts.head_dim
+        self.q = Operand(self.dtype, (cfg.tile_m, dim), 1, self.arrivals, facts.packed)
+        self.k = Operand(self.dtype, (cfg.tile_n, dim), cfg.stages, self.arrivals, facts.packed)
+        self.v = values(self.dtype_v, facts, self.arrivals)
 
     # ------------------------------------------------------------------ storage, products, rings
 
     def layouts(self) -> tuple:
         """(sQ, sK, sV), the last two with stages."""
-        cfg, facts = self.cfg, self.facts
-        sQ = smem_layout(self.dtype, cfg.tile_m, facts.head_dim, 1, True)
-        sK = smem_layout(self.dtype, cfg.tile_n, facts.head_dim, cfg.stages, True)
-        # (Dv, tile_n), as B of P V; of 8 bits contiguous along tile_n, since tensor cores turn 16 bits alone
-        sV = smem_layout(self.dtype_v, facts.head_dim_v, cfg.tile_n, cfg.stages, not facts.values_element.transposes)
-        return sQ, sK, sV
+        return self.q.layout(), self.k.layout(), self.v.layout()
 
     def storage(self) -> type:
         """The struct of a CTA's shared memory."""
@@ -116,8 +112,8 @@ class MainloopSm90:
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], ALIGN]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype_v, sizes[2]], ALIGN]
             scores: cute.struct.MemRange[Float32, exchanged]
-            given: cute.struct.MemRange[Int32, self.given_bytes // 4]
-            barriers_given: cute.struct.MemRange[cutlass.Int64, 2 * self.given_stages]
+            staging: cute.struct.MemRange[Int32, self.v.staging_bytes // 4]
+            barriers_staging: cute.struct.MemRange[cutlass.Int64, 2 * self.v.staging_stages]
 
         return SharedStorage
 
@@ -142,42 +138,9 @@ class MainloopSm90:
         )  # fmt: skip
         return qk, pv
 
-    def make_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
-        """The TMA load of an operand's tiles: (atom, tensor)."""
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
-        )
-
-    def make_values_load(self, tensor: cute.Tensor, layout, tile: tuple) -> tuple:
-        """The same of V."""
-        return self.make_load(tensor, layout, tile)
-
-    def make_ring(
-        self, barriers, stages: int, elements: int, dtype: type, arrivals: Arrivals | None = None
-    ) -> pipeline.PipelineAsync:
-        """The pipeline of an operand whose stages have `elements` elements; its barriers are not yet visible to all."""
-        arrivals = arrivals or self.arrivals
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers.data_ptr(),
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.full),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, arrivals.empty),
-            tx_count=elements * dtype.width // 8,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=True,
-        )
-
     def make_kv_rings(self, storage) -> tuple:
         """The pipelines of K and V."""
-        cfg, facts = self.cfg, self.facts
-        return (
-            self.make_ring(storage.barriers_k, cfg.stages, cfg.tile_n * facts.head_dim, self.dtype),
-            self.make_ring(storage.barriers_v, cfg.stages, cfg.tile_n * facts.head_dim_v, self.dtype_v),
-        )
-
-    def ring_of_loads(self, storage, sV: cute.Tensor, pipe_v) -> tuple:
-        """What V is loaded into: (ring, pipeline, stages)."""
-        return sV, pipe_v, self.cfg.stages
+        return self.k.make_ring(storage.barriers_k), self.v.make_ring(storage.barriers_v)
 
     def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
         """A warpgroup's operands and registers; `thread` is its first one's number among the consumers."""
@@ -190,33 +153,10 @@ class MainloopSm90:
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((cfg.tile_m, cfg.tile_n)), Float32)
         acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((cfg.tile_m, self.columns)), Float32)
         tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((cfg.tile_m, cfg.tile_n)), self.dtype_v)
-        softmax = self.make_softmax(scale_log2)
+        softmax = self.policy.make(scale_log2)
         return Consumer(
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
-
-    def make_softmax(self, scale_log2: Float32) -> OnlineSoftmax:
-        threshold = self.facts.rescale_threshold if self.lazy else 0.0
-        return OnlineSoftmax.of_rows(2, scale_log2, rescale_threshold=threshold)
-
-    def of_tile(self, c: Consumer, softcap: Float32, scales: tuple | None, tile) -> tuple:
-        """(consumer, softcap) of one query tile, whose heads may have scales."""
-        return c, softcap
-
-    def of_keys(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> Consumer:
-        """The consumer of one tile of K and V, the i-th, which may have scales; before that is waited for."""
-        return c
-
-    def of_scores(self, c: Consumer, work: QueryWork) -> tuple:
-        """(consumer, work) of the same tile, when its scores are there."""
-        return c, work
-
-    def value_scale(self, scales: tuple | None) -> cute.Tensor | None:
-        """A register (1,) for what O is multiplied by at the end; None for nothing."""
-        return None
-
-    def read_value_scale(self, scales: tuple | None, tile, to: cute.Tensor | None):
-        """Fill it for a query tile."""
 
     def sharing(self, c: Consumer, part: Int32, scores) -> Consumer:
         """The consumer with its part of those that share its rows: of the columns of Q, K and V. `scores`: storage."""
@@ -272,22 +212,28 @@ class MainloopSm90:
 
     # ------------------------------------------------------------------ steps
 
+    @property
+    def has_tile_scales(self) -> bool:
+        """True if tiles of K and V have descale factors of their own."""
+        return self.scales is not None and self.scales.per_tile
+
     @cute.jit
     def first_step(self, c: Consumer, work: QueryWork, at_k):
         """P of the first tile; returns the state of K's ring."""
-        c = self.of_keys(c, work, 0, work.tiles.first)
+        if const_expr(self.has_tile_scales):
+            c = self.scales.load(c, work, 0, work.tiles.first)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
         self.order_arrive(c.order)
         warpgroup.wait_group(0)
-        c, work = self.of_scores(c, work)
+        if const_expr(self.has_tile_scales):
+            c, work = self.scales.apply(c, work)
         c.pipe_k.consumer_release(at_k)
         at_k.advance()
         if const_expr(self.sharers > 1):
             self.add_scores(c)
-        mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, 0, work.tiles.first)
-        self.convert(c.acc_S, c.tOrP)
+        self.policy.first(c, work)
         return at_k
 
     @cute.jit
@@ -302,7 +248,8 @@ class MainloopSm90:
     @cute.jit
     def step(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr, at_k, at_v):
         """P of tile i, and O of the tile before; returns the states of K's and V's rings."""
-        c, out = self.of_keys(c, work, i, kind), rows_and_columns(c.acc_O)
+        if const_expr(self.has_tile_scales):
+            c = self.scales.load(c, work, i, kind)
         c.pipe_k.consumer_wait(at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
@@ -310,30 +257,22 @@ class MainloopSm90:
         start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
         self.order_arrive(c.order)
         warpgroup.wait_group(1)
-        c, work = self.of_scores(c, work)
-        softmax = c.softmax
-        if const_expr(self.lazy and self.facts.skips_max and kind == FULL):
-            grown = self.softmax_of_full_tile(c, work.softcap, at_k.index)
+        if const_expr(self.has_tile_scales):
+            c, work = self.scales.apply(c, work)
+        if const_expr(self.policy.skips(kind)):
+            grown = self.policy.step_without_max(c, work.softcap, at_k.index)
             c.pipe_k.consumer_release(at_k)
         else:
             c.pipe_k.consumer_release(at_k)
             if const_expr(self.sharers > 1):
                 self.add_scores(c)
-            grown = mask_and_softmax(self.facts, rows_and_columns(c.acc_S), softmax, work, i, kind, self.lazy)
+            grown = self.policy.step(c, work, i, kind)
         at_k.advance()
         # Two warpgroups gain nothing by it, and masked tiles leave no registers for it.
         if const_expr(self.cfg.groups == 3 and kind == FULL):
-            compute_before_waits(*(softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
+            compute_before_waits(*(c.softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
         warpgroup.wait_group(0)
-        if const_expr(self.lazy):
-            self.convert(c.acc_S, c.tOrP)
-            if grown:
-                softmax.rescale_lazily(out)
-            c.pipe_v.consumer_release(at_v)  # after what others wait for
-        else:
-            c.pipe_v.consumer_release(at_v)
-            self.convert(c.acc_S, c.tOrP)
-            softmax.rescale(out)
+        self.policy.finish(c, grown, at_v)
         at_v.advance()
         return at_k, at_v
 
@@ -348,42 +287,3 @@ class MainloopSm90:
         c.pipe_v.consumer_release(at_v)
         at_v.advance()
         return at_v
-
-    @cute.jit
-    def softmax_of_full_tile(self, c: Consumer, softcap: Float32, stage: Int32):
-        """Scores of a full tile to P, without their row maxima if possible. Returns whether O is to be rescaled.
-
-        K's stage is not yet released. Some warps of a warpgroup may have to recompute their scores and others not, so
-        nothing in between may concern the whole warpgroup: no wait for its products, and P V is still being computed.
-        """
-        softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
-        if const_expr(self.facts.softcap):
-            cap_scores(scores, softcap)
-        small, *sums = softmax.step_without_max(scores, self.cfg.groups < 3)
-        if not small:
-            self.recompute(c, stage)
-            if const_expr(self.facts.softcap):
-                cap_scores(scores, softcap)
-            grown = softmax.step_lazily(scores, softmax.too_large(sums))
-        return grown
-
-    def recompute(self, c: Consumer, stage: Int32):
-        """This warp's scores, once more."""
-        recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
-
-    def view_of_values(self, mV: cute.Tensor) -> cute.Tensor:
-        """V (B, Hkv, Sk, Dv) as (Dv, Sk, Hkv, B)."""
-        return permuted(mV, (3, 2, 1, 0))
-
-    @cute.jit
-    def convert(self, acc_S: cute.Tensor, tOrP: cute.Tensor):
-        """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
-        for i in range_constexpr(0, cute.size(acc_S), 8):
-            part = cute.make_tensor(acc_S.iterator + i, cute.make_layout(8))
-            cute.make_tensor(tOrP.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype_v))
-
-
-def permuted(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
-    """The tensor with its modes in another order."""
-    shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
-    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))

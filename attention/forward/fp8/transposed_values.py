@@ -5,7 +5,7 @@
 So the forward kernel loads a tile in one piece. By TMA it came in boxes as wide as the swizzle, 32 bytes where a tile
 has 96 or 160 keys, and a box takes TMA a time for each of its rows.
 
-In each group of 16 columns the keys are in the order of mainloop_float8.KEYS; those past the last one are zeros. Of
+In each group of 16 columns the keys are in the order of KEYS (mainloop.py); those past the last one are zeros. Of
 packed sequences there is one item, and sequence b begins at `first_column`: with a tile, so that no tile has keys of
 two sequences.
 
@@ -22,10 +22,11 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.ptx import load_vector, transpose_bytes
 
-from .config import ValuesFacts
-from .mainloop_float8 import GROUP, KEYS
-from .seqlen import PackedSeqlens
+from ..config import ValuesFacts
+from ..seqlen import PackedSeqlens
 
+GROUP = 16  # keys that are in another order
+KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))
 WORD = 4  # values that are loaded at once
 LANES = 8  # of a warp, side by side along Dv
 KEYS_OF_CTA = 32 // LANES * GROUP

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.tile.ptx import value_after
 
-from .softmax import OnlineSoftmax
+from ..softmax import OnlineSoftmax
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class TokensSoftmax(OnlineSoftmax):
     k_scale: Float32 | None = None  # of a tile's block
     v_scale: Float32 | None = None
 
-    @classmethod
-    def like(cls, plain: OnlineSoftmax, scale_log2: Float32) -> "TokensSoftmax":
-        """With the registers of `plain`, whose scale_log2 is 1."""
-        return cls(**{field.name: getattr(plain, field.name) for field in fields(plain)}, tile_scale=scale_log2)
+    @staticmethod
+    def of_rows(rows: int, scale_log2: Float32, **terms) -> "TokensSoftmax":
+        """With registers of its own, as OnlineSoftmax.of_rows."""
+        plain = OnlineSoftmax.of_rows(rows, Float32(1.0), **terms)
+        return TokensSoftmax(
+            **{field.name: getattr(plain, field.name) for field in fields(plain)}, tile_scale=scale_log2
+        )
 
     def times(self, factor: Float32) -> "TokensSoftmax":
         """With scores that are multiplied by one more factor."""

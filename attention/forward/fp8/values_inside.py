@@ -1,6 +1,6 @@
-"""V of e4m3 made fp16 inside of the forward kernel, by the warps of the producer's warpgroup that load nothing.
+"""V of e4m3 converted to FP16 inside of the forward kernel, by the producer warps that issue no loads.
 
-    TMA -> ring of e4m3, GIVEN_STAGES stages -> CONVERTERS warps -> V's ring of fp16, as WGMMA takes it
+    TMA -> ring of e4m3, STAGING_STAGES stages -> CONVERTERS warps -> V's ring of FP16, as WGMMA takes it
 
     ring        producer arrives          consumers arrive (per stage)
     V, e4m3     1 thread + bytes of TMA   1 thread of each warp that converts
@@ -29,7 +29,7 @@ from cute_kernels.tile.barriers import Arrivals
 from cute_kernels.tile.element import SWIZZLES, VECTOR_BYTES
 from cute_kernels.tile.ptx import float8_to_fp16, read_special_register
 
-from .config import GIVEN_STAGES, Float8Facts
+from ..config import STAGING_STAGES, Float8Facts
 
 CONVERTERS = 3  # warps: all of the producer's warpgroup but the first
 PIECE = 32 * VECTOR_BYTES  # values that a warp converts at a time
@@ -69,12 +69,12 @@ class ValuesInside:
         """The ring of e4m3 (Dv, tile_n, PIPE)."""
         dim, rows, columns = self.facts.head_dim_v, self.facts.config.tile_n, self.span // 2
         return cute.make_layout(
-            ((columns, dim // columns), rows, GIVEN_STAGES), stride=((1, columns * rows), columns, self.size)
+            ((columns, dim // columns), rows, STAGING_STAGES), stride=((1, columns * rows), columns, self.size)
         )
 
     def ring(self, storage) -> cute.Tensor:
         """The same in shared memory."""
-        start = cute.recast_ptr(storage.given.data_ptr(), dtype=Float8E4M3FN)
+        start = cute.recast_ptr(storage.staging.data_ptr(), dtype=Float8E4M3FN)
         return cute.make_tensor(start, self.layout())
 
     @cute.jit
@@ -133,7 +133,7 @@ class Conversion:
     def states(self) -> tuple:
         """Where it begins in both rings."""
         return (
-            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, GIVEN_STAGES),
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGING_STAGES),
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.inside.facts.config.stages),
         )
 

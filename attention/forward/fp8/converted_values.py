@@ -14,7 +14,7 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.element import VECTOR_BYTES
 from cute_kernels.tile.ptx import float8_to_fp16, load_vector
 
-from .config import ValuesFacts
+from ..config import ValuesFacts
 
 THREADS = 256
 PIECE = 8  # values that a thread loads at once

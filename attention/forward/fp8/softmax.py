@@ -1,0 +1,60 @@
+"""Softmax policies of FP8 attention.
+
+P's rounding is the largest error of FP8 P: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
+OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
+nothing, and LSE errs by what the scores do.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, range_constexpr
+
+from cute_kernels.tile.ptx import to_e4m3
+
+from ..config import Float8Facts
+from ..softmax import OnlineSoftmax, rows_and_columns
+from ..softmax_policy import SkipMax
+from .recompute import recompute_fp8_scores
+from .tokens_softmax import TokensSoftmax
+
+HEADROOM = 3.0  # see Float8Facts
+LARGEST = 448.0  # of e4m3
+
+
+class SkipMaxFp8(SkipMax):
+    """Scores of FP8 Q and K, P of 16 bits."""
+
+    def recompute(self, c, stage: Int32):
+        recompute_fp8_scores(self.facts, c.acc_S, c.sQ, c.sK, stage)
+
+
+class SkipMaxFast(SkipMaxFp8):
+    """P of FP8, too. Finite sums that are too large need no scores: their P is multiplied."""
+
+    def make(self, scale_log2: Float32) -> OnlineSoftmax:
+        threshold = self.facts.rescale_threshold
+        return self.softmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
+
+    @cute.jit
+    def step_again(self, c, softcap: Float32, stage: Int32, sums: list):
+        softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
+        finite = (sums[0] < Float32.inf) & (sums[1] < Float32.inf)
+        if cute.arch.vote_all_sync(finite):
+            softmax.bring_back(scores, sums)
+            grown = cutlass.Boolean(True)
+        else:
+            grown = SkipMaxFp8.step_again(self, c, softcap, stage, sums)
+        return grown
+
+    @cute.jit
+    def convert(self, c):
+        """P to 8 bits: of each row four scores, two of each 8 columns, make a register."""
+        acc_S, words = c.acc_S, cute.recast_tensor(c.tOrP, Int32)  # (rows, pairs of 8 columns)
+        for i in range_constexpr(cute.size(acc_S) // 8):
+            for r in range_constexpr(2):
+                words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
+
+
+def policy_of(facts: Float8Facts) -> SkipMaxFp8:
+    """The forward kernel's."""
+    return (SkipMaxFast if facts.fast else SkipMaxFp8)(facts, TokensSoftmax if facts.tokens else OnlineSoftmax)

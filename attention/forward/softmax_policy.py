@@ -1,0 +1,116 @@
+"""Softmax policies of sm_90 attention: what a step does with a row's maximum.
+
+    ExactMax   every tile raises the maxima, and O is rescaled at every step; decoding
+    LazyMax    a maximum is raised, and O rescaled, only where it has grown by more than FlashFacts.rescale_threshold
+    SkipMax    the same; full tiles first try to do without their maxima, and recompute their scores where that fails
+
+`first` computes P of the first tile, `step` that of a later one, and `finish` brings O to the new maxima. The state is
+an OnlineSoftmax, which `make` creates.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.tile.hopper import WARPGROUP
+
+from .config import FlashFacts
+from .kv_tiles import FULL
+from .mask import cap_scores
+from .mask_and_softmax import QueryWork, mask_and_softmax
+from .recompute_scores import recompute_scores
+from .softmax import OnlineSoftmax, rows_and_columns
+
+
+class ExactMax:
+    """Each tile raises the maxima of its rows."""
+
+    def __init__(self, facts: FlashFacts, softmax: type = OnlineSoftmax):
+        self.facts, self.softmax = facts, softmax
+
+    def make(self, scale_log2: Float32) -> OnlineSoftmax:
+        """The softmax of a thread's two rows."""
+        return self.softmax.of_rows(2, scale_log2)
+
+    def skips(self, kind: cutlass.Constexpr) -> bool:
+        """True if tiles of a kind go through `step_without_max`."""
+        return False
+
+    def first(self, c, work: QueryWork):
+        """Scores of the first tile to P, the A operand of its product."""
+        mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, 0, work.tiles.first)
+        self.convert(c)
+
+    def step(self, c, work: QueryWork, i: Int32, kind: cutlass.Constexpr):
+        """Scores of the i-th tile to P. Returns True where O must be rescaled."""
+        return mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, i, kind)
+
+    def finish(self, c, grown, at_v):
+        """P to the A operand of the next product, and O to the new maxima; releases V's stage."""
+        c.pipe_v.consumer_release(at_v)
+        self.convert(c)
+        c.softmax.rescale(rows_and_columns(c.acc_O))
+
+    @cute.jit
+    def convert(self, c):
+        """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
+        for i in range_constexpr(0, cute.size(c.acc_S), 8):
+            part = cute.make_tensor(c.acc_S.iterator + i, cute.make_layout(8))
+            to = cute.make_tensor(c.tOrP.iterator + i, cute.make_layout(8))
+            to.store(part.load().to(c.tOrP.element_type))
+
+
+class LazyMax(ExactMax):
+    """A maximum is raised only where it has grown by much."""
+
+    def make(self, scale_log2: Float32) -> OnlineSoftmax:
+        return self.softmax.of_rows(2, scale_log2, rescale_threshold=self.facts.rescale_threshold)
+
+    def step(self, c, work: QueryWork, i: Int32, kind: cutlass.Constexpr):
+        return mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, i, kind, True)
+
+    @cute.jit
+    def finish(self, c, grown, at_v):
+        self.convert(c)
+        if grown:
+            c.softmax.rescale_lazily(rows_and_columns(c.acc_O))
+        c.pipe_v.consumer_release(at_v)  # after what others wait for
+
+
+class SkipMax(LazyMax):
+    """Full tiles first try to do without their maxima, where FlashFacts.skips_max."""
+
+    def skips(self, kind: cutlass.Constexpr) -> bool:
+        return self.facts.skips_max and kind == FULL
+
+    @cute.jit
+    def step_without_max(self, c, softcap: Float32, stage: Int32):
+        """Scores of a full tile to P, without their row maxima if possible. Returns True where O must be rescaled.
+
+        K's stage is not yet released. Some warps of a warpgroup may have to recompute their scores and others not, so
+        nothing in between may concern the whole warpgroup: no wait for its products, and P V is still being computed.
+        """
+        softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
+        if const_expr(self.facts.softcap):
+            cap_scores(scores, softcap)
+        small, *sums = softmax.step_without_max(scores, self.facts.config.groups < 3)
+        if not small:
+            grown = self.step_again(c, softcap, stage, sums)
+        return grown
+
+    def step_again(self, c, softcap: Float32, stage: Int32, sums: list):
+        """`step` of recomputed scores, where `sums` of P are too large."""
+        scores = rows_and_columns(c.acc_S)
+        self.recompute(c, stage)
+        if self.facts.softcap:
+            cap_scores(scores, softcap)
+        return c.softmax.step_lazily(scores, c.softmax.too_large(sums))
+
+    def recompute(self, c, stage: Int32):
+        """This warp's scores of a stage of K, once more."""
+        recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
+
+
+def policy_of(facts: FlashFacts) -> LazyMax:
+    """The forward kernel's."""
+    return SkipMax(facts) if facts.skips_max else LazyMax(facts)
