@@ -45,6 +45,21 @@ from .operands_sm90 import Consumer
 class AheadSm90(MainloopSm90):
     """`begin`, a `step` for each query tile, `finish`."""
 
+    by_units = True
+
+    @property
+    def v_apart(self) -> bool:
+        """Rows that are zeroed need K and V at once."""
+        return not self.facts.packed
+
+    @property
+    def in_registers(self) -> tuple[bool, bool]:
+        """With two units of rows there is room for K alone; with a cap for none."""
+        facts = self.facts
+        return not facts.softcap and facts.head_dim <= 64, (
+            not facts.softcap and facts.head_dim_v <= 64 and self.cfg.tile_m == 64
+        )
+
     def __init__(self, facts: BackwardFacts):
         super().__init__(facts)
         if facts.score is not None or facts.config.groups != 2 or facts.config.stages != 2:
@@ -55,14 +70,14 @@ class AheadSm90(MainloopSm90):
     def begin(self, c: Consumer, storage, work: Work, at_q, at, at_kv):
         """The first tile of all, but for what is left to the next step; of no tile, what nobody uses.
 
-        K has been loaded; V, too, but where it is waited for here (BackwardFacts.v_apart).
+        K has been loaded; V, too, but where it is waited for here (v_apart).
         """
         views = self.views(storage, self.layouts())
-        if const_expr(self.facts.v_apart and self.facts.in_registers[1]):
+        if const_expr(self.v_apart and self.in_registers[1]):
             c.pipe_v.consumer_wait(at_kv)
         for there, mma, place, fragment in (
-            (self.facts.in_registers[0], c.mmas[0], views["sK"], c.tSrK),
-            (self.facts.in_registers[1], c.mmas[1], views["sV"], c.tPrV),
+            (self.in_registers[0], c.mmas[0], views["sK"], c.tSrK),
+            (self.in_registers[1], c.mmas[1], views["sV"], c.tPrV),
         ):
             if const_expr(there):
                 self.load_operand(mma, place, fragment)
@@ -73,7 +88,7 @@ class AheadSm90(MainloopSm90):
             if const_expr(self.facts.packed):
                 self.zero_rows_past_the_end(c, work, work.tiles.at(0), at_q, at)
         self.start_s(c, at_q.index)
-        if const_expr(self.facts.v_apart and not self.facts.in_registers[1]):
+        if const_expr(self.v_apart and not self.in_registers[1]):
             c.pipe_v.consumer_wait(at_kv)
         for unit in range_constexpr(self.units):
             if const_expr(unit > 0):
@@ -137,7 +152,7 @@ class AheadSm90(MainloopSm90):
     @cute.jit
     def finish(self, c: Consumer, at_q, at, at_kv, begun: Int32, steps: Int32):
         """What is left of the last of `steps` tiles, in which V has no part; returns when all products are done."""
-        if const_expr(self.facts.v_apart):
+        if const_expr(self.v_apart):
             c.pipe_v.consumer_release(at_kv)
         self.share_last_unit(c, at_q, at, 0, None, steps > 0)
         self.start_last_dk(c, at_q, at, begun)

@@ -4,27 +4,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..forward.choose import HEAD_DIMS
-from .config import BackwardConfig, BackwardFacts
+from .config import AheadConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
 
 # By the larger of the two head dimensions: scores computed ahead. Registers of a mask that reads tensors are too many.
 SM_90_AHEAD = {
-    64: BackwardConfig(128, 128, 2, 2, ahead=True, stages_q=3),
-    96: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
-    128: BackwardConfig(64, 128, 2, 2, ahead=True, stages_q=3),
+    64: AheadConfig(128, 128, 2, 2, stages_q=3),
+    96: AheadConfig(64, 128, 2, 2, stages_q=3),
+    128: AheadConfig(64, 128, 2, 2, stages_q=3),
 }
 
 # By the larger of the two head dimensions.
-SM_90 = {dim: BackwardConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
+SM_90 = {dim: StepConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
 
 # Where two warpgroups share the columns of dK and dV; PAIR: each has a query tile of its own.
-PAIR = BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=2, dq_parts=2)
+PAIR = SharedColumnsConfig(64, 64, 2, 2, query_tiles=2, dq_parts=2)
 SM_90 |= {
-    192: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, direct=True),
-    256: BackwardConfig(64, 64, 2, 2, ahead=True, query_tiles=1, dq_parts=2, direct=True),
+    192: SharedColumnsConfig(64, 64, 2, 2, direct=True),
+    256: SharedColumnsConfig(64, 64, 2, 2, dq_parts=2, direct=True),
 }
 
 # Of blocks that are 64 wide: one consumer warpgroup a CTA, two CTAs an SM. At head dimension 128 it would spill.
-SM_90_NARROW = SM_90 | {64: BackwardConfig(64, 64, 2, 1, ctas=2), 96: BackwardConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
+SM_90_NARROW = SM_90 | {64: StepConfig(64, 64, 2, 1, ctas=2), 96: StepConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
 
 # By the larger of the two head dimensions, the first that fits being taken: (tile_m, tile_n, stages, warps). What is
 # read from shared memory bounds these kernels, and dQ's sums are added to once for each tile of K: so a warp has as
@@ -56,7 +56,7 @@ def unsupported(facts: BackwardFacts) -> str | None:
         return f"tiles of {cfg.tile_m}x{cfg.tile_n} do not divide blocks of {blocks.block_q}x{blocks.block_k}"
     if facts.path == "sm_80":
         try:
-            facts.warps  # noqa: B018 (raises)
+            cfg.warps(facts.head_dim, facts.head_dim_v)
         except ValueError as error:
             return str(error)
     if facts.smem_bytes > facts.spec.smem:
@@ -72,24 +72,6 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
     if facts.blocks is None or facts.blocks.mask is None:
         return not (wide and facts.softcap)
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
-
-
-def with_sums(facts: BackwardFacts, config: BackwardConfig) -> Iterator[BackwardFacts]:
-    """The facts with a configuration; where sums of dQ have an order, with copies from shared memory, of buffers that
-    wait for their turn while the next ones are made, where there is room for them."""
-    if not facts.deterministic:
-        yield replace(facts, config=config)
-        if not config.direct:
-            return
-    config = replace(config, direct=False)
-    if facts.deterministic and config.storing_warps > 1:
-        several = replace(config, sums=config.stages)
-        if config.ahead:
-            yield replace(facts, config=replace(several, one_ds=True))
-        yield replace(facts, config=replace(several, stages_q=0))
-    yield replace(facts, config=config)
-    if config.query_tiles and config.dq_parts > 1:
-        yield replace(facts, config=replace(config, one_do=True))
 
 
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
@@ -109,16 +91,17 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     tiles = SM_90 | {128: PAIR} if scattered else SM_90  # gradients that each element adds to memory need registers
     if facts.blocks is not None and facts.blocks.block_k != 128:
         tiles = SM_90_NARROW
-    found = []
+    configs = []
     if facts.path == "sm_90" and tiles == SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
-        found += with_sums(facts, SM_90_AHEAD[dim])
+        configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:
-        found += with_sums(facts, tiles[dim])
+        configs += tiles[dim].variants(facts.deterministic)
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
     spilling = spills.get(dim) if facts.spec.name == "sm_90" else None
-    found += (replace(facts, path="sm_80", config=BackwardConfig(*c)) for c in table[dim] if c != spilling)
+    found = [replace(facts, config=config) for config in configs]
+    found += (replace(facts, path="sm_80", config=Sm80Config(*c)) for c in table[dim] if c != spilling)
     return (f for f in found if unsupported(f) is None)
 
 

@@ -1,6 +1,7 @@
 """What the kernels of attention's backward are compiled from."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,59 +20,171 @@ QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tile and schedule of one kernel.
+    """Tile and schedule of one kernel: what all mainloops have. Each of them has a subclass.
 
-    A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time; those have rings
-    of `stages` stages each. sm_90: each of `groups` consumer warpgroups has 64 of the rows of K, or with `query_tiles`
-    all of them, and a part of the columns of dK and dV (shared_columns_sm90). sm_80: `groups` warps share products as
-    warps.py says, and dO has one stage where P' stays in their registers.
+    A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time, which have rings
+    of `stages` stages each. `groups` are consumer warpgroups, on sm_80 warps.
     """
+
+    query_tiles = 1  # of a step
 
     tile_m: int
     tile_n: int
     stages: int
     groups: int
     ctas: int = 1  # sm_90: CTAs that share an SM
-    ahead: bool = False  # sm_90: scores are computed ahead, of the next 64 query rows, or of the next step
-    sums: int = 1  # sm_90: buffers of dQ's sums on their way to memory: 1, or as many as stages
-    stages_q: int = 0  # sm_90: of Q's ring; 0: as many as dO's
-    query_tiles: int = 0  # sm_90, where warpgroups share columns: of a step, 1 or one a warpgroup
-    dq_parts: int = 1  # the same: in how many parts, one after the other, a warpgroup's sums of dQ go to memory
-    one_do: bool = False  # the same: dO's ring has one stage
-    direct: bool = False  # the same: dQ's sums are added to memory from registers, not through shared memory
-    one_ds: bool = False  # sm_90, where scores are computed ahead by units: dS has one buffer
 
     def __str__(self) -> str:
-        text = f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
-        text += f" sums {self.sums}" * (self.sums > 1) + " ahead" * self.ahead
-        text += f" stages of Q {self.stages_q}" * (self.stages_q > 0) + " one dS" * self.one_ds
-        text += " direct" * self.direct
-        return f"{text} of columns, {self.query_tiles} query tiles" if self.query_tiles else text
+        return f"{self.tile_m}x{self.tile_n} stages {self.stages} groups {self.groups}"
 
     @property
     def ring_q(self) -> int:
-        """sm_90: stages of Q's ring."""
-        return self.stages_q or self.stages
+        """Stages of Q's ring."""
+        return self.stages
 
-    @property
-    def by_units(self) -> bool:
-        """sm_90: whether scores are computed ahead by units of 64 query rows (ahead_sm90)."""
-        return self.ahead and not self.query_tiles
-
-    @property
-    def storing_warps(self) -> int:
-        """sm_90: those that add dQ's sums to memory."""
-        return 0 if self.query_tiles else self.groups
+    def ring_do(self, head_dim: int, head_dim_v: int) -> int:
+        """Stages of dO's ring."""
+        return self.stages
 
     @property
     def dq_groups(self) -> int:
         """Those of `groups` that share a query tile's dQ."""
-        return self.groups // max(self.query_tiles, 1)
+        return self.groups // self.query_tiles
 
     @property
     def step_rows(self) -> int:
         """Query rows of a step."""
-        return self.tile_m * max(self.query_tiles, 1)
+        return self.tile_m * self.query_tiles
+
+    def kv_elements(self, facts: "BackwardFacts") -> int:
+        """Elements of K, V, and the rings of Q and dO in shared memory."""
+        rows = facts.head_dim, facts.head_dim_v
+        return self.tile_n * sum(rows) + self.step_rows * (self.ring_q * rows[0] + self.ring_do(*rows) * rows[1])
+
+    def barrier_bytes(self, facts: "BackwardFacts") -> int:
+        """sm_90: mbarriers and the queue of tiles."""
+        return 16 * (2 + self.ring_q + self.ring_do(facts.head_dim, facts.head_dim_v)) + QUEUE_BYTES
+
+
+@dataclass(frozen=True)
+class Sm80Config(BackwardConfig):
+    """mainloop_sm80: `groups` warps share products as warps.py says. dO has one stage where P' stays in registers."""
+
+    def warps(self, head_dim: int, head_dim_v: int) -> Warps:
+        """How warps share the products."""
+        return warps_of(self, head_dim, head_dim_v)
+
+    def ring_do(self, head_dim: int, head_dim_v: int) -> int:
+        return 1 if self.warps(head_dim, head_dim_v).in_registers else self.stages
+
+    def smem_bytes(self, facts: "BackwardFacts") -> int:
+        """Shared memory: operands and rows, dS, and P' where it does not stay in registers."""
+        in_registers = self.warps(facts.head_dim, facts.head_dim_v).in_registers
+        elements = self.kv_elements(facts) + self.tile_m * self.tile_n * (2 - in_registers)
+        return elements * facts.element.width + self.tile_m * 2 * self.ring_q * FP32
+
+
+@dataclass(frozen=True)
+class StepConfig(BackwardConfig):
+    """mainloop_sm90: each of `groups` consumer warpgroups has 64 of the rows of K, and a warp that stores its dQ."""
+
+    sums: int = 1  # buffers of dQ on their way to memory: 1, or as many as stages
+
+    def __str__(self) -> str:
+        return super().__str__() + f" sums {self.sums}" * (self.sums > 1)
+
+    @property
+    def storing_warps(self) -> int:
+        """Those that add dQ to memory."""
+        return self.groups
+
+    @property
+    def in_turn(self) -> bool:
+        """True if products are issued one after the other. A warpgroup that has all columns of dQ has no registers for
+        more; the CTA beside it then has the tensor cores."""
+        return self.groups == 1
+
+    @property
+    def ds_buffers(self) -> int:
+        """Buffers of dS; one warpgroup alone has read it before it writes to it again."""
+        return 1 if self.in_turn else 2
+
+    def variants(self, deterministic: bool) -> "Iterator[StepConfig]":
+        """Configurations to try, the most promising first. In one order buffers of dQ that wait for their turn while
+        the next ones are made are worth their shared memory."""
+        if deterministic and self.groups > 1:
+            yield replace(self, sums=self.stages)
+        yield self
+
+    def smem_bytes(self, facts: "BackwardFacts") -> int:
+        """Shared memory: barriers, rows and dQ, with what aligns the others, and operands and dS."""
+        elements = self.kv_elements(facts) + self.tile_m * self.tile_n * self.ds_buffers
+        dq = self.tile_m * facts.head_dim * self.sums
+        first = -(-self.barrier_bytes(facts) // 128) * 128 + (self.tile_m * 2 * self.ring_q + dq) * FP32
+        return elements * facts.element.width + -(-first // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class AheadConfig(StepConfig):
+    """ahead_sm90: scores are computed ahead, by units of 64 query rows."""
+
+    stages_q: int = 0  # of Q's ring; 0: as many as dO's
+    one_ds: bool = False  # dS has one buffer
+
+    def __str__(self) -> str:
+        text = f"{super().__str__()} ahead" + f" stages of Q {self.stages_q}" * (self.stages_q > 0)
+        return text + " one dS" * self.one_ds
+
+    @property
+    def ring_q(self) -> int:
+        return self.stages_q or self.stages
+
+    @property
+    def ds_buffers(self) -> int:
+        return 1 if self.one_ds else super().ds_buffers
+
+    def variants(self, deterministic: bool) -> "Iterator[AheadConfig]":
+        if deterministic:
+            yield replace(self, sums=self.stages, one_ds=True)
+            yield replace(self, sums=self.stages, stages_q=0)
+        yield self
+
+
+@dataclass(frozen=True)
+class SharedColumnsConfig(BackwardConfig):
+    """shared_columns_sm90: each of two warpgroups has all rows of K and half of the columns of dK and dV."""
+
+    storing_warps: ClassVar[int] = 0
+
+    query_tiles: int = 1  # of a step: 1, or one a warpgroup
+    dq_parts: int = 1  # in how many parts, one after the other, a warpgroup's dQ goes to memory
+    one_do: bool = False  # dO's ring has one stage
+    direct: bool = False  # dQ is added to memory from registers, not through shared memory
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} ahead{' direct' * self.direct} of columns, {self.query_tiles} query tiles"
+
+    def ring_do(self, head_dim: int, head_dim_v: int) -> int:
+        return 1 if self.one_do else self.stages
+
+    def variants(self, deterministic: bool) -> "Iterator[SharedColumnsConfig]":
+        """Configurations to try; what is added from registers has no order."""
+        if not deterministic:
+            yield self
+            if not self.direct:
+                return
+        copied = replace(self, direct=False)
+        yield copied
+        if self.dq_parts > 1:
+            yield replace(copied, one_do=True)
+
+    def smem_bytes(self, facts: "BackwardFacts") -> int:
+        """Shared memory: barriers and rows, which fill multiples of 1024 bytes, operands, P, dS, and parts of dQ."""
+        rows = self.step_rows
+        elements = self.kv_elements(facts) + 2 * self.tile_n * rows
+        dq = 0 if self.direct else rows * facts.head_dim // self.dq_parts
+        first = self.barrier_bytes(facts) + 2 * self.stages * rows * FP32
+        return elements * facts.element.width + dq * FP32 + -(-first // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
@@ -108,17 +221,6 @@ class BackwardFacts:
         """Of Q, K, V, O and their gradients."""
         return element_of(self.dtype)
 
-    @property
-    def masks_first(self) -> bool:
-        """sm_90: whether dP's product is issued after the mask, which needs registers, and not with that of S."""
-        masked = self.window.left or self.window.right or self.blocks is not None
-        return masked and max(self.head_dim, self.head_dim_v) == 128
-
-    @property
-    def late_dp(self) -> bool:
-        """sm_90: whether it is issued when P is known: a cap or a score_mod needs still more."""
-        return (self.softcap or self.score is not None) and max(self.head_dim, self.head_dim_v) == 128
-
     @cached_property
     def score_reads(self) -> list[Read]:
         """What the score_mod reads of these tensors."""
@@ -131,72 +233,14 @@ class BackwardFacts:
         return bool(self.score_reads) and not (self.score.adds and not any(r.needs_score for r in self.score_reads))
 
     @property
-    def in_turn(self) -> bool:
-        """sm_90: whether products are issued one after the other. A warpgroup that has all columns of dQ has no
-        registers for more; the CTA beside it then has the tensor cores."""
-        return self.config.groups == 1
-
-    @property
-    def in_registers(self) -> tuple[bool, bool]:
-        """sm_90: whether K, and V, are operands in registers. With two units of rows there is room for K alone; with a
-        cap for none."""
-        cfg, units = self.config, self.config.by_units and not self.softcap
-        return units and self.head_dim <= 64, units and self.head_dim_v <= 64 and cfg.tile_m == 64
-
-    @property
-    def ds_buffers(self) -> int:
-        """sm_90: buffers of dS; one warpgroup alone has read it before it writes to it again."""
-        return 1 if self.in_turn or self.config.one_ds else 2
-
-    @property
-    def v_apart(self) -> bool:
-        """sm_90: whether V is waited for after K, and given back before it. Rows that are zeroed need both at once."""
-        return self.config.by_units and not self.packed
-
-    @property
-    def warps(self) -> Warps:
-        """sm_80: how warps share the products."""
-        return warps_of(self.config, self.head_dim, self.head_dim_v)
-
-    @property
     def stages_do(self) -> int:
         """Of dO's ring."""
-        one = self.config.one_do if self.path == "sm_90" else self.warps.in_registers
-        return 1 if one else self.config.stages
+        return self.config.ring_do(self.head_dim, self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: of K, V, the rings of Q, dO and rows, and dS.
-
-        sm_90: also dQ and barriers, which come first, with what aligns the others. sm_80: P', where it does not stay in
-        registers.
-        """
-        cfg, hopper = self.config, self.path == "sm_90"
-        if cfg.query_tiles:
-            return self.smem_of_shared_columns
-        scores = cfg.tile_m * cfg.tile_n
-        elements = cfg.tile_n * (self.head_dim + self.head_dim_v)
-        elements += cfg.tile_m * (cfg.ring_q * self.head_dim + self.stages_do * self.head_dim_v)
-        elements += scores * (self.ds_buffers if hopper else 2 - self.warps.in_registers)
-        if not hopper:
-            return elements * self.element.width + cfg.tile_m * 2 * cfg.ring_q * FP32
-        sums = cfg.tile_m * self.head_dim * cfg.sums
-        barriers = 16 * (2 + cfg.ring_q + self.stages_do) + QUEUE_BYTES
-        first = -(-barriers // 128) * 128 + (cfg.tile_m * 2 * cfg.ring_q + sums) * FP32
-        return elements * self.element.width + -(-first // ALIGN) * ALIGN
-
-    @property
-    def smem_of_shared_columns(self) -> int:
-        """Shared memory where warpgroups share columns: of K, V, the rings of Q, dO and rows, P, dS, parts of dQ.
-
-        Barriers and rows come first, and fill multiples of 1024 bytes.
-        """
-        cfg, rows = self.config, self.config.step_rows
-        elements = cfg.tile_n * (self.head_dim + self.head_dim_v) + 2 * cfg.tile_n * rows
-        elements += rows * (cfg.stages * self.head_dim + self.stages_do * self.head_dim_v)
-        sums = 0 if cfg.direct else rows * self.head_dim // cfg.dq_parts
-        first = 16 * (2 + cfg.stages + self.stages_do) + QUEUE_BYTES + 2 * cfg.stages * rows * FP32
-        return elements * self.element.width + sums * FP32 + -(-first // ALIGN) * ALIGN
+        """Shared memory of a CTA."""
+        return self.config.smem_bytes(self)
 
 
 def overlaps(arch: str) -> bool:

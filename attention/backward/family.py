@@ -17,7 +17,7 @@ from ..forward.config import HALF_SMEM
 from ..forward.family import short
 from .arguments import backward_args, convert_args, prepare_args
 from .choose import unsupported
-from .config import BackwardFacts, ConvertFacts, PrepareFacts
+from .config import AheadConfig, BackwardFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig
 
 OPS = "attention", "block_sparse_attention"
 
@@ -62,13 +62,13 @@ class FlashBackward(Family):
     def named_barriers(self, facts: BackwardFacts) -> tuple[str, dict[int, int]] | None:
         if facts.path != "sm_90":
             return None
-        groups = facts.config.groups
-        if facts.config.query_tiles:
-            copied = 0 if facts.config.direct else groups
+        config, groups = facts.config, facts.config.groups
+        if isinstance(config, SharedColumnsConfig):
+            copied = 0 if config.direct else groups
             return "backward, shared columns", {BACKWARD_ALL: 1, BACKWARD_DQ: copied, BACKWARD_READ: groups}
-        sums = groups * facts.config.sums
+        sums = groups * config.sums
         counts = {BACKWARD_ALL: 1, BACKWARD_FULL: sums, BACKWARD_FREE: sums}
-        if facts.config.one_ds:
+        if isinstance(config, AheadConfig) and config.one_ds:
             counts[BACKWARD_DS] = groups
         return "backward of one" if groups == 1 else "backward", counts
 

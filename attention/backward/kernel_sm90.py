@@ -31,7 +31,7 @@ from cute_kernels.tile.ptx import read_special_register
 from ..forward.operand_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
 from .ahead_sm90 import AheadSm90
-from .config import BackwardFacts
+from .config import AheadConfig, BackwardFacts, SharedColumnsConfig, StepConfig
 from .dq_store import DqWork
 from .mainloop_sm90 import MainloopSm90, Work
 from .operands_sm90 import Consumer
@@ -40,6 +40,7 @@ from .shared_columns_sm90 import SharedColumnsSm90
 from .store import store_fragment
 from .turns import TURN
 
+MAINLOOPS = {StepConfig: MainloopSm90, AheadConfig: AheadSm90, SharedColumnsConfig: SharedColumnsSm90}
 REGISTERS = {1: (24, 232), 2: (24, 240)}  # a thread of (producer, consumers), by number of consumers
 FETCH_AHEAD = 2  # query tiles that are left of a tile of K when the next one is fetched
 
@@ -50,7 +51,7 @@ class FlashBackwardSm90:
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
         cfg = facts.config
-        self.mainloop = (SharedColumnsSm90 if cfg.query_tiles else AheadSm90 if cfg.ahead else MainloopSm90)(facts)
+        self.mainloop = MAINLOOPS[type(cfg)](facts)
         self.dq_store = self.mainloop.dq_store
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.cluster = 1
@@ -179,16 +180,16 @@ class FlashBackwardSm90:
             while index < scheduler.count:
                 tile = KvTile(*fields)
                 seqlen = seqlens.of(tile.b)
-                if const_expr(not cfg.by_units):
+                if const_expr(not self.mainloop.by_units):
                     c.acc_dK.fill(0.0)
                     c.acc_dV.fill(0.0)
                 pipe_k.consumer_wait(at_kv)
-                if const_expr(not self.facts.v_apart):
+                if const_expr(not self.mainloop.v_apart):
                     pipe_v.consumer_wait(at_kv)
                 if const_expr(self.facts.packed):
                     self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - tile.n * cfg.tile_n, 0))
                 terms = scale_log2, softcap, *score
-                if const_expr(cfg.by_units):
+                if const_expr(self.mainloop.by_units):
                     rings = at_q, at, at_kv
                     at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, rings)
                 else:
@@ -198,7 +199,7 @@ class FlashBackwardSm90:
                         to = self.dq_work_of(work.tiles, work.h, part, (dq, turns), scheduler, seqlens, seqlen, tile)
                         at = self.mainloop.steps(c, self.mainloop.work(work, to), at)
                 pipe_k.consumer_release(at_kv)
-                if const_expr(not self.facts.v_apart):
+                if const_expr(not self.mainloop.v_apart):
                     pipe_v.consumer_release(at_kv)
                 at_kv.advance()
                 if const_expr(not cfg.storing_warps):
@@ -393,7 +394,7 @@ class FlashBackwardSm90:
         They are loaded by TMA tensors, too. compute-sanitizer knows of an mbarrier only the threads that arrive at it,
         and reports a copy without a tensor (cp.async.bulk) as one that overwrites what other lanes still read.
         """
-        size, stages = 2 * self.cfg.tile_m, self.cfg.ring_q * max(self.cfg.query_tiles, 1)
+        size, stages = 2 * self.cfg.tile_m, self.cfg.ring_q * self.cfg.query_tiles
         return cute.make_layout((size, 1, stages), stride=(1, size, size))
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin) -> tuple:

@@ -82,7 +82,7 @@ class MainloopSm80:
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
         self.dtype = cutlass_dtype(facts.dtype)
-        self.warps = facts.warps
+        self.warps = facts.config.warps(facts.head_dim, facts.head_dim_v)
         self.ops = self.operands()
         self.begin = self.begins()
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)

@@ -84,19 +84,27 @@ class MainloopSm90(OperandsSm90):
 
     def check_config(self):
         """ValueError if these steps cannot be done with the configuration."""
+        cfg = self.cfg
+        if cfg.ds_buffers not in (1, cfg.stages):
+            raise ValueError(f"{cfg}: dS has {cfg.ds_buffers} buffers, which take turns as the rings do")
+        if cfg.sums not in (1, cfg.stages):
+            raise ValueError(f"{cfg}: buffers of dQ's sums take turns as the rings do, or there is one")
+        if cfg.tile_n != ROWS * cfg.groups or cfg.tile_m % ROWS:
+            raise ValueError(f"{cfg}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them")
+
+    # dP's product is issued after the mask, which needs registers, and not with that of S; or when P is known, since a
+    # cap or a score_mod needs still more.
+
+    @property
+    def masks_first(self) -> bool:
         facts = self.facts
-        if facts.ds_buffers not in (1, facts.config.stages):
-            raise ValueError(f"{facts.config}: dS has {facts.ds_buffers} buffers, which take turns as the rings do")
-        if facts.config.sums not in (1, facts.config.stages):
-            raise ValueError(f"{facts.config}: buffers of dQ's sums take turns as the rings do, or there is one")
-        if facts.config.direct:
-            raise ValueError(f"{facts.config}: sums are added from registers where warpgroups share columns")
-        if facts.config.one_ds and not facts.config.by_units:
-            raise ValueError(f"{facts.config}: one buffer of dS is for scores that are computed ahead by units")
-        if facts.config.tile_n != ROWS * facts.config.groups or facts.config.tile_m % ROWS:
-            raise ValueError(
-                f"{facts.config}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them"
-            )
+        masked = facts.window.left or facts.window.right or facts.blocks is not None
+        return masked and max(facts.head_dim, facts.head_dim_v) == 128
+
+    @property
+    def late_dp(self) -> bool:
+        facts = self.facts
+        return (facts.softcap or facts.score is not None) and max(facts.head_dim, facts.head_dim_v) == 128
 
     # ------------------------------------------------------------------ what the kernel asks
 
@@ -159,7 +167,7 @@ class MainloopSm90(OperandsSm90):
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, number, at, at)
-        if const_expr(self.facts.in_turn):
+        if const_expr(self.cfg.in_turn):
             self.products_in_turn(c, work, i, number, at)
         else:
             self.products(c, work, i, number, at)
@@ -168,7 +176,7 @@ class MainloopSm90(OperandsSm90):
     def products(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
         """A step whose products run beside one another and beside the softmax."""
         self.start_s(c, at.index)
-        masks_first, late_dp = const_expr(self.facts.masks_first), const_expr(self.facts.late_dp)
+        masks_first, late_dp = const_expr(self.masks_first), const_expr(self.late_dp)
         if const_expr(masks_first or late_dp):
             warpgroup.wait_group(0)
             self.mask_scores(c, work, i, number)
@@ -203,7 +211,7 @@ class MainloopSm90(OperandsSm90):
 
     @cute.jit
     def products_in_turn(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
-        """A step of which only dV and dK run together (BackwardFacts.in_turn)."""
+        """A step of which only dV and dK run together (StepConfig.in_turn)."""
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
         self.mask_scores(c, work, i, number)
@@ -227,12 +235,12 @@ class MainloopSm90(OperandsSm90):
             warpgroup.wait_group(0)
             self.write_dq(c, part, sums)
         self.give_sums(c, sums)
-        if const_expr(self.facts.ds_buffers == 1):
+        if const_expr(self.cfg.ds_buffers == 1):
             self.wait_for_ds()  # all warps have read dS
 
     def buffer_of(self, at):
         """dS's buffer of a step."""
-        return at.index if self.facts.ds_buffers > 1 else 0
+        return at.index if self.cfg.ds_buffers > 1 else 0
 
     def start_s(self, c: Consumer, stage: Int32, unit: int = 0):
         start_product(c.mmas[0], c.acc_S, *in_steps(c.tSrK, c.tSrQ[unit][None, None, None, stage]), True)

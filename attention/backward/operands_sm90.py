@@ -59,13 +59,17 @@ class Consumer:
 class OperandsSm90:
     """Layouts, products, pipelines and fragments of one kernel; the base of its mainloop."""
 
+    by_units = False  # whether scores are computed ahead, by units of 64 query rows
+    v_apart = False  # whether V is waited for after K, and given back before it
+    in_registers = False, False  # whether K, and V, are operands in registers
+
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
         self.dtype = cutlass_dtype(facts.dtype)
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
         cfg = facts.config
-        self.unit = ROWS if cfg.by_units else cfg.tile_m  # query rows that scores are computed of
+        self.unit = ROWS if self.by_units else cfg.tile_m  # query rows that scores are computed of
         self.units = cfg.tile_m // self.unit
 
     @property
@@ -82,14 +86,14 @@ class OperandsSm90:
             "sdO": smem_layout(self.dtype, cfg.tile_m, facts.head_dim_v, cfg.stages, True),
             "sK": self.k_layout(True),
             "sV": smem_layout(self.dtype, cfg.tile_n, facts.head_dim_v, 1, True),
-            "sdS": smem_layout(self.dtype, cfg.tile_n, cfg.tile_m, self.facts.ds_buffers, True),
+            "sdS": smem_layout(self.dtype, cfg.tile_n, cfg.tile_m, cfg.ds_buffers, True),
         }
 
     @property
     def parts_k(self) -> int:
         """Into how many parts dQ's product cuts K's columns: one a warpgroup, or two one after the other. Each has
         whole swizzles."""
-        return 2 if self.facts.in_turn else self.cfg.groups // self.groups_m
+        return 2 if self.cfg.in_turn else self.cfg.groups // self.groups_m
 
     def transposed(self) -> dict:
         """The same memory with its modes in another order."""
@@ -98,7 +102,7 @@ class OperandsSm90:
             "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.ring_q, False),
             "sdO": smem_layout(self.dtype, facts.head_dim_v, cfg.tile_m, cfg.stages, False),
             "sK": self.k_layout(False),
-            "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, self.facts.ds_buffers, False),
+            "sdS": smem_layout(self.dtype, cfg.tile_m, cfg.tile_n, cfg.ds_buffers, False),
         }
 
     def k_layout(self, row_major: bool):
@@ -158,7 +162,7 @@ class OperandsSm90:
             return make(self.dtype, self.dtype, a, b, Float32, (*groups, 1), (ROWS, columns), source)
 
         along = cfg.groups, 1
-        of_k, of_v = (registers if there else memory for there in facts.in_registers)
+        of_k, of_v = (registers if there else memory for there in self.in_registers)
         return (
             product(k, k, along, self.unit, of_k),
             product(k, k, along, self.unit, of_v),
@@ -219,7 +223,7 @@ class OperandsSm90:
         copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma_s)
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         one = (None, None, None, 0)
-        parts = self.parts_k if facts.in_turn else 1
+        parts = self.parts_k if cfg.in_turn else 1
         part = facts.head_dim // parts, cfg.tile_n, 1
         columns_of_k = [cute.local_tile(t["sK"], part, (i, 0, 0)) for i in range(parts)]
         scores = cfg.tile_n, self.unit
@@ -237,7 +241,7 @@ class OperandsSm90:
                 return cute.make_rmem_tensor(thread.partition_shape_A(place.shape[:2]), self.dtype)
             return mma.make_fragment_A(thread.partition_A(place))[one]
 
-        in_registers = facts.in_registers
+        in_registers = self.in_registers
         tVrP, tKrdS = (cute.make_rmem_tensor(x.partition_shape_A(scores), self.dtype) for x in (of_dv, of_dk))
         return Consumer(
             group=group,
@@ -248,7 +252,7 @@ class OperandsSm90:
             tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
             tVrP=tVrP,
             tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
-            tKrdS=tVrP if cfg.by_units else tKrdS,  # one after the other
+            tKrdS=tVrP if self.by_units else tKrdS,  # one after the other
             tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),

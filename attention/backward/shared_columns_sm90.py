@@ -11,7 +11,7 @@ registers as an A operand, so that half of dV's and dK's products begin before t
     issue dQ = dS K, dV += P'[other] dO[other], dK += dS'[other] Q[other]
     wait dQ -> to shared memory, from there added to memory -> wait dV, release dO[i] -> wait dK, release Q[i]
 
-What is a warpgroup's own, and what of dQ it computes, is one of two (BackwardConfig.query_tiles):
+What is a warpgroup's own, and what of dQ it computes, is one of two (SharedColumnsConfig.query_tiles):
 
     query tiles of a step    own             dQ
     1                        32 query rows   of all 64, half of the columns; of both warpgroups' dS
@@ -87,10 +87,8 @@ class SharedColumnsSm90(MainloopSm90):
             raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of 1 or {GROUPS} tiles of {ROWS}x{ROWS}")
         if self.facts.head_dim // cfg.dq_groups % (8 * cfg.dq_parts):
             raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
-        if cfg.ahead and cfg.stages < 2:
+        if cfg.stages < 2:
             raise ValueError(f"{cfg}: Q of the step ahead needs a stage of its own")
-        if cfg.one_ds or cfg.sums > 1 or cfg.stages_q:
-            raise ValueError(f"{cfg}: buffers of dS and of sums, and stages of Q alone, are those of scores by units")
         if cfg.direct and self.facts.deterministic:
             raise ValueError(f"{cfg}: what is added to memory from registers has no order")
 
@@ -283,11 +281,10 @@ class SharedColumnsSm90(MainloopSm90):
 
     @cute.jit
     def begin_head(self, c: ColumnsConsumer, work: Work, at):
-        if const_expr(self.cfg.ahead):
-            if work.tiles.count > 0:
-                self.wait_for_q(c, work, Int32(0), at)
-                self.start_s(c, at.index * GROUPS + c.group)
-                warpgroup.wait_group(0)
+        if work.tiles.count > 0:
+            self.wait_for_q(c, work, Int32(0), at)
+            self.start_s(c, at.index * GROUPS + c.group)
+            warpgroup.wait_group(0)
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
@@ -304,16 +301,11 @@ class SharedColumnsSm90(MainloopSm90):
         other = 1 - c.group
         of_do = self.state_of_do(at)
         rows, q, do = at.index * self.cfg.query_tiles, at.index * GROUPS, of_do.index * GROUPS  # places in rings
-        if const_expr(not self.cfg.ahead):
-            self.wait_for_q(c, work, i, at)
-            self.start_s(c, q + c.group)
         cute.arch.barrier_arrive(barrier_id=BACKWARD_READ + c.group, number_of_threads=GROUPS * WARPGROUP)
         c.pipe_do.consumer_wait(of_do)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, i, of_do.index, "sdO")
         self.start_dp(c, do + c.group)
-        if const_expr(not self.cfg.ahead):
-            warpgroup.wait_group(1)
         self.mask_scores(c, work, tile, number)
         if const_expr(self.pair):
             if tile >= work.tiles.count:
@@ -345,7 +337,7 @@ class SharedColumnsSm90(MainloopSm90):
         if const_expr(not one_do):
             self.add_product(*of_dv)
         self.add_product(*of_dk)
-        ahead, early = const_expr(int(self.cfg.ahead)), const_expr(int(self.cfg.ahead and self.cfg.dq_parts == 1))
+        early = const_expr(int(self.cfg.dq_parts == 1))
         if const_expr(early):
             self.start_next_s(c, work, i, at)
         if const_expr(one_do):
@@ -353,10 +345,10 @@ class SharedColumnsSm90(MainloopSm90):
             c.pipe_do.consumer_release(of_do)
         warpgroup.wait_group(2 - one_do + early)
         self.add_part(c, work, tile, number, 0)
-        if const_expr(ahead > early):  # some registers of dQ are free now
+        if const_expr(not early):  # some registers of dQ are free now
             self.start_next_s(c, work, i, at)
         if const_expr(not one_do):
-            warpgroup.wait_group(1 + ahead)
+            warpgroup.wait_group(2)
             c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
