@@ -264,24 +264,6 @@ class OnlineSoftmax:
         return tuple((Int32(lanes) >> quad) & 15 != 0 for lanes in too_large)
 
     @cute.jit
-    def bring_back(self, scores: cute.Tensor, sums: list):  # (rows, columns) of p
-        """Rows that made `step_without_max` give up, with finite sums: their p are multiplied, so that the largest is
-        2 ** headroom, and their maxima raised.
-
-        A row may have seen few scores, as the first rows of a causal mask have in their first tile, and then its
-        maximum is low. Each row decides for itself, as by `too_large`.
-        """
-        for r, too_large in enumerate(self.too_large(sums)):
-            largest = cute.math.log2(quad_max(row_max_of(scores, r)), approx=True, ftz=True)
-            grown = select_(too_large, largest - self.headroom, Float32(0.0))
-            row_max = self.row_max[r] + grown * cute.arch.rcp_approx(self.scale_log2)
-            self.factor[r] = exp2((self.row_max[r] - row_max) * self.scale_log2)
-            self.row_max[r] = row_max
-            self.row_sum[r] = self.multiplied_sum(r, sums[r])
-            for c in range_constexpr(cute.size(scores, mode=[1])):
-                scores[r, c] = scores[r, c] * self.factor[r]
-
-    @cute.jit
     def rescale(self, out: cute.Tensor):  # (rows, columns) of O
         """Multiply O by the last step's factors."""
         for r in range_constexpr(cute.size(self.row_sum)):

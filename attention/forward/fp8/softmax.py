@@ -8,11 +8,12 @@ nothing, and LSE errs by what the scores do.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import to_e4m3
 
 from ..config import Float8Facts
-from ..softmax import OnlineSoftmax, rows_and_columns
+from ..softmax import OnlineSoftmax, exp2, quad_max, row_max_of, rows_and_columns
 from ..softmax_policy import SkipMax
 from .recompute import recompute_fp8_scores
 from .tokens_softmax import TokensSoftmax
@@ -40,7 +41,7 @@ class SkipMaxFast(SkipMaxFp8):
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         finite = (sums[0] < Float32.inf) & (sums[1] < Float32.inf)
         if cute.arch.vote_all_sync(finite):
-            softmax.bring_back(scores, sums)
+            bring_back(softmax, scores, sums)
             grown = cutlass.Boolean(True)
         else:
             grown = SkipMaxFp8.step_again(self, c, softcap, stage, sums)
@@ -53,6 +54,25 @@ class SkipMaxFast(SkipMaxFp8):
         for i in range_constexpr(cute.size(acc_S) // 8):
             for r in range_constexpr(2):
                 words[2 * i + r] = to_e4m3([acc_S[8 * i + 4 * (j // 2) + 2 * r + j % 2] for j in range(4)])
+
+
+@cute.jit
+def bring_back(softmax: OnlineSoftmax, scores: cute.Tensor, sums: list):  # (rows, columns) of P
+    """Rows that made `step_without_max` give up, with finite sums: their P is multiplied, so that the largest is
+    2 ** headroom, and their maxima raised.
+
+    A row may have seen few scores, as the first rows of a causal mask have in their first tile, and then its maximum is
+    low. Each row decides for itself, as by OnlineSoftmax.too_large.
+    """
+    for r, too_large in enumerate(softmax.too_large(sums)):
+        largest = cute.math.log2(quad_max(row_max_of(scores, r)), approx=True, ftz=True)
+        grown = select_(too_large, largest - softmax.headroom, Float32(0.0))
+        row_max = softmax.row_max[r] + grown * cute.arch.rcp_approx(softmax.scale_log2)
+        softmax.factor[r] = exp2((softmax.row_max[r] - row_max) * softmax.scale_log2)
+        softmax.row_max[r] = row_max
+        softmax.row_sum[r] = softmax.multiplied_sum(r, sums[r])
+        for c in range_constexpr(cute.size(scores, mode=[1])):
+            scores[r, c] = scores[r, c] * softmax.factor[r]
 
 
 def policy_of(facts: Float8Facts) -> SkipMaxFp8:
