@@ -6,7 +6,7 @@ two.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
-from attention.backward.eager import Terms, plan_backward
-from attention.forward.config import BlockKind
-from attention.masks.mask_mods import window_bounds
-from attention.plan import has_kernel
-from attention.score_mod import bound
 from attention.score_mods import Alibi, alibi_slopes
-from cute_kernels import explain, path
-from cute_kernels.dtypes import NAMES
+from cute_kernels import path
 from tests.cases import uniform
 
 from . import peers_attention_backward as peers
@@ -111,15 +105,12 @@ def dense_problem(shape: tuple[int, int, int, int], causal: bool = False, **term
     return TrainingProblem("attention", B, S, S, H, H, D, causal, **terms)
 
 
-def ours_of(
-    x: Training, forced: str | None = None, deterministic: bool = False, within: Callable = contextlib.nullcontext
-) -> tuple:
-    """(call, plan) of ours as users call it, whose result has been compared with x's reference.
+def ours_of(x: Training, forced: str | None = None, deterministic: bool = False) -> tuple:
+    """(call, None) of ours as users call it, whose result has been compared with x's reference.
 
     Args:
         forced: "sm_80" to force that path.
         deterministic: whether q's gradient is summed up in one order.
-        within: makes the context of every call, where no path is forced.
     """
     q, k, v = x.heads_first if x.lengths is None else tuple(t.squeeze(0) for t in (x.q, x.k, x.v))
     args, terms = (q, k, v), {"causal": x.causal, "deterministic": deterministic}
@@ -145,25 +136,7 @@ def ours_of(
         with path(forced), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    within = on if forced else within
-    call = x.verified(peers.timed(x, forward, within))
-    with within():
-        return call, plan_of(x, op, args, terms)
-
-
-def plan_of(x: Training, op: Callable, args: tuple, terms: dict):
-    """The plan of forward or, where there is one, of backward; None on a CPU."""
-    if not has_kernel(x.q):
-        return None
-    if x.what == FORWARD:
-        return explain(op, *args, **terms)
-    (q, k, v, *_), packed = args, x.lengths is not None
-    kind = None if x.blocks is None else BlockKind(*x.block_size, None)
-    dout = x.dout[0] if packed else x.dout.transpose(1, 2)
-    score = None if x.slopes is None else bound(terms["score_mod"], q.device).mod
-    given = Terms(window_bounds(x.window, x.causal), deterministic=terms["deterministic"], score=score)
-    of_sinks = None if x.sinks is None else NAMES[x.sinks.dtype]
-    return plan_backward(q, k, v, dout, dout, given, kind, False, terms.get("cu_seqlens_q"), of_sinks)
+    return x.verified(peers.timed(x, forward, on if forced else contextlib.nullcontext)), None
 
 
 def case(name: str, problem, x: Training, others: list[Candidate], against: str, asked, ours=None) -> Case:

@@ -71,12 +71,15 @@ class Timing:
         """Useful floating-point operations over the median time."""
         return self.flops / self.median / 1e6
 
+    @property
+    def spread(self) -> dict:
+        return timing.spread(self.us)
+
     def as_dict(self) -> dict:
         if self.error:
             return {"name": self.name, "error": self.error}
-        stats = timing.spread(self.us)
         figures = {"useful_flops": self.flops, "tflops": round(self.tflops, 1)}
-        return {"name": self.name, **stats, **figures} | ({"note": self.note} if self.note else {})
+        return {"name": self.name, **self.spread, **figures} | ({"note": self.note} if self.note else {})
 
 
 @dataclass
