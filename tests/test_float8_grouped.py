@@ -138,7 +138,7 @@ def test_offsets_are_groups(place):
     W = experts(device=place)
     x, scale = tokens(W, 64 * 6)
     right = check(x, W, numbers_of(GROUPS, place), scale)
-    routing = {"offsets": numbers_of([128, 128, 320, 384], place), "group_rows": 64}
+    routing = {"offs": numbers_of([128, 128, 320, 384], place), "group_rows": 64}
     assert torch.equal(bsr_grouped_linear(x, W, scale_x=scale, **routing), right)
 
 
@@ -421,7 +421,7 @@ def test_large_products(form, dtype, per, block):
 def test_routing_and_scales_change_in_a_graph():
     W = experts(shape=(512, 768), block=(128, 128), device="cuda")
     (x, scale), ends = tokens(W, 1024), numbers_of([256, 256, 512, 1024], "cuda")
-    routing, out = {"offsets": ends, "group_rows": 128}, poisoned(1024, 512, device="cuda")
+    routing, out = {"offs": ends, "group_rows": 128}, poisoned(1024, 512, device="cuda")
     bsr_grouped_linear(x, W, out=out, scale_x=scale, **routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
