@@ -2,7 +2,7 @@
 
     (none)          gemm and block-sparse; without a GPU any suite inspects a few kernels instead
     gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
-    block-sparse    block-sparse products beside cuBLAS, torch's BSR products, its Triton kernel, 2:4
+    block-sparse    block-sparse products beside cuBLAS and torch's Triton kernel
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
     attention-float8  attention of 8-bit floats beside ours of bfloat16
     attention-backward  gradients of attention beside the same peers', through torch's autograd

@@ -142,15 +142,13 @@ def gemm_cases(mode: str) -> Iterator[Case]:
 
 def sparse(
     bm: int, bk: int, density: float, asked: float | None = None, *, K: int = CUBE, op: str = "bsr_matmul",
-    against: str = EQUAL, forced: str | None = None, triton: str = "", shipped: bool = False, half: bool = False,
-    cube: bool = True, pattern: str = "uniform",
+    against: str = EQUAL, forced: str | None = None, triton: str = "", cube: bool = True, pattern: str = "uniform",
 ) -> Case:  # fmt: skip
     """W (8192, K) with equally many random blocks in every row, beside dense products, and torch's of the same W.
 
     `pattern` is another than that, of patterns.PATTERNS; of equal work is then the uniform one's useful work.
-    `triton` says how many settings of torch's Triton kernel are tried ("quick", "full", "" for no such row); `shipped`
-    adds `W @ b` as torch runs it, `half` a 2:4 product of the whole shape, `cube` cuBLAS's dense product of the 8192
-    cube.
+    `triton` says how many settings of torch's Triton kernel are tried ("quick", "full", "" for no such row), `cube`
+    whether cuBLAS's dense product of the 8192 cube is a peer.
     """
     M = N = CUBE
     per_row = max(1, round(density * K / bk))
@@ -171,11 +169,6 @@ def sparse(
     others = [with_dense(work, EQUAL)] + ([with_dense(CUBE, DENSE_CUBE)] if cube else [])
     if triton:
         others.append(peers.triton_bsr(x, problem.flops, quick=triton == "quick"))
-    if shipped:
-        others.append(peers.torch_bsr(x, problem.flops))
-    if half:
-        of_half = Operands(lambda: peers.pruned(randn(M, K)), lambda: randn(K, N))
-        others.append(peers.semi_structured(of_half, 1.0 * M * N * K))
     name = f"{op} {bm}x{bk}, {work / K:.3g}" + (f", {forced} path" if forced else "")
     name += "" if mask is None else f", {pattern}"
     ours = functools.partial(product, x, bsr_linear if linear else bsr_matmul, forced=forced)
@@ -254,12 +247,12 @@ def sparse_cases(mode: str) -> Iterator[Case]:
     """Block-sparse rows: M = N = 8192."""
     full = mode == "full"
     eighth = 1 / 8
-    yield sparse(128, 128, eighth, 1.0, triton=mode, shipped=True, half=True)
+    yield sparse(128, 128, eighth, 1.0, triton=mode)
     yield sparse(128, 64, eighth, 1.0)
     yield sparse(256, 64, eighth, 1.0)
-    yield sparse(64, 64, eighth, 0.7, triton=mode, shipped=full)
-    yield sparse(32, 32, eighth, triton=mode, shipped=full)
-    yield sparse(16, 16, eighth, triton=mode, shipped=full)
+    yield sparse(64, 64, eighth, 0.7, triton=mode)
+    yield sparse(32, 32, eighth, triton=mode)
+    yield sparse(16, 16, eighth, triton=mode)
     yield sparse(512, 112, 16 / 74, 0.8, K=8288, against=DENSE_CUBE)
     yield sparse(128, 128, eighth, 1.0, op="bsr_linear")
     yield sparse(512, 112, 16 / 74, 0.55, K=8288, against=DENSE_CUBE, forced="sm_80")

@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from cute_kernels import explain, path
@@ -33,7 +32,6 @@ CUBLAS_FP16_SUMS = "cuBLAS, fp16 sums"
 CUBLAS_TF32, CUBLAS_FP32 = "cuBLAS, TF32", "cuBLAS, fp32"
 CUBLASLT = "cuBLASLt epilogue"
 QUACK = "quack, untuned"
-TORCH_BSR = "torch BSR"
 TRITON_BSR = "torch's Triton BSR"
 SEMI_STRUCTURED = "2:4 semi-structured"
 
@@ -253,13 +251,6 @@ def quack_gemm(x: Operands) -> Call:
     return Call(lambda: quack.gemm_act(a, b, postact_out=out, **options)[1])
 
 
-@peer(TORCH_BSR)
-def torch_bsr(x: Operands) -> Call:
-    """torch.sparse_bsr as shipped: `A_bsr @ b`, or a linear layer with A_bsr as its weight; allocates its output."""
-    a, b = x.a.to_torch(), x.b
-    return Call(lambda: nnf.linear(b.t(), a).t()) if x.transposed else Call(lambda: a @ b)
-
-
 class Setting(NamedTuple):
     """How torch's Triton kernel runs: columns of a program's tile, warps, pipeline stages, block-rows of its raster."""
 
@@ -330,15 +321,8 @@ def triton_bsr(x: Operands, quick: bool = False, measure: Callable = timing.inte
     return Call(call, note=str(setting))
 
 
-def pruned(a: Tensor) -> Tensor:
-    """`a` with the smaller two of each four neighbours in a row set to zero, in place."""
-    quads = a.view(-1, 4)
-    quads.scatter_(1, quads.abs().topk(2, dim=1, largest=False).indices, 0.0)
-    return a
-
-
 @peer(SEMI_STRUCTURED)
 def semi_structured(x: Operands) -> Call:
-    """2:4 sparsity of a `pruned` A, a fixed point to compare 50 % with: half of the operations are useful."""
+    """2:4 sparsity of a pruned A, a fixed point to compare 50 % with: half of the operations are useful."""
     a, b = torch.sparse.to_sparse_semi_structured(x.a), x.b
     return Call(lambda: torch.mm(a, b), note=a.BACKEND)

@@ -124,7 +124,6 @@ def test_only_what_is_right_is_verified():
     [
         *((peer, lambda: dense(bias=False)) for peer in (peers.cublas, peers.cublas_fp16_sums, peers.cublas_tf32)),
         *((peers.cublaslt_epilogue, lambda activation=name: dense(activation)) for name in (None, "relu", "gelu_tanh")),
-        *((peers.torch_bsr, lambda transposed=each: sparse((32, 32), transposed)) for each in (False, True)),
     ],
 )
 def test_peers_of_torch(peer, x):
