@@ -7,7 +7,7 @@ from cute_kernels.matmul import cost
 from cute_kernels.matmul.candidates import tile_k_of
 from cute_kernels.matmul.catalogue import epilogues_of, gates
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
-from cute_kernels.matmul.family import ProductFamily
+from cute_kernels.matmul.family import FEATURES, ProductFamily
 from cute_kernels.matmul.problem import Problem
 from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
@@ -68,6 +68,7 @@ class Bsr(BsrFamily):
     """The GEMM kernels of both paths with the BSR source."""
 
     name = "bsr"
+    features = FEATURES
     config = GemmConfig
 
     def candidates(self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16) -> list[GemmConfig]:

@@ -13,14 +13,18 @@ from .candidates import dense_sm80, dense_sm90
 from .config import BlockFacts, GemmConfig, GemmFacts
 from .problem import Problem
 
+FEATURES = frozenset(("float8", "float8 output", "float32", "float16 accumulator", "gate"))
+
 
 class ProductFamily(Family):
     """A GEMM family: its facts are GemmFacts with a `config` of the family's own type.
 
+    `features`: which of FEATURES its kernels have besides 16-bit operands and outputs, and FP32 accumulators.
     `orders`: True if its kernel takes a table with the order of its work tiles. `structured`: True if A is 2:4 sparse.
     """
 
     config: type = GemmConfig
+    features: frozenset[str] = frozenset()
     orders = False
     structured = False
 
@@ -114,6 +118,7 @@ class Dense(ProductFamily):
     """The dense GEMM, cute_kernels.gemm."""
 
     name = "dense"
+    features = FEATURES
     ops = ("gemm",)
 
     def serves(self, block: BlockFacts | None) -> bool:

@@ -4,6 +4,7 @@ Each function says why not, "" if a kernel can be built. A family's `unsupported
 """
 
 from ..arch import MMA_M
+from ..runtime.families import family_of
 from ..tile.element import element_of
 from .config import BARRIER_BYTES, GemmFacts
 
@@ -12,19 +13,13 @@ from .config import BARRIER_BYTES, GemmFacts
 SM80_OTHER_REGISTERS = 40
 OPERANDS = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-WITH_FLOAT32 = ("dense", "bsr")  # families whose kernels multiply it as TF32
-WITH_FLOAT8 = ("dense", "bsr", "skinny", "sparse24", "bsr24")  # families
-WITH_NARROW = ("dense", "bsr", "skinny")  # families that store 8-bit floats
-WITH_FP16_SUMS = ("dense", "bsr")  # families
-# Of a thread whose sums are promoted. On sm_90 64 more hold the sum that is being made; of mma.sync 128 spill.
-PROMOTED_ACCUMULATORS = {"sm_90": 128, "sm_80": 64}
 
 
 def general(facts: GemmFacts) -> str:
     """What all families ask."""
-    cfg, block = facts.config, facts.block
-    more = FLOAT8 if facts.family in WITH_FLOAT8 else ()
-    more += ("float32",) if facts.family in WITH_FLOAT32 else ()
+    cfg, block, features = facts.config, facts.block, family_of(facts).features
+    more = FLOAT8 if "float8" in features else ()
+    more += ("float32",) if "float32" in features else ()
     if facts.dtype not in OPERANDS + more:
         by_others = facts.dtype in FLOAT8 or facts.dtype == "float32"
         also = f"; {facts.dtype} is multiplied by those of dense and BSR products" if by_others else ""
@@ -79,18 +74,9 @@ def _promoted(facts: GemmFacts) -> str:
     cfg = facts.config
     if not facts.promotes:
         return ""
-    threads, most = (
-        (128 if facts.path == "sm_90" else 32) * cfg.warps_m * cfg.warps_n,
-        PROMOTED_ACCUMULATORS[facts.path],
-    )
-    if cfg.tile_m * cfg.tile_n > most * threads:
-        return f"{cfg.tile_m * cfg.tile_n // threads} accumulators a thread; {most} leave registers for promoted sums"
     if facts.path == "sm_80":  # the compiler starts the products of all steps of a period, and spills
         refused = "sums promoted to fp32 of K-tiles of several lengths: they leave no registers"
         return refused if len(facts.k_blocks) > 1 else ""
-    loaded = len(facts.k_blocks) > 1 and facts.epilogue.scales_each and facts.epilogue.residual
-    if loaded and cfg.tile_m * cfg.tile_n > 64 * threads:  # compiled: 32 bytes of stack
-        return "promoted sums of K-tiles of several lengths leave no registers for scales of columns and a residual"
     if cfg.consumer_groups > cfg.rings:
         return "sums promoted to fp32 in a ping-pong kernel: while one group adds, no other would multiply"
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
@@ -112,9 +98,6 @@ def _float32(facts: GemmFacts) -> str:
         return f"promoted sums of {facts.dtype}: those of float32 operands in TF32 parts are"
     if facts.promoted and facts.path == "sm_90" and cfg.tile_n // cfg.warps_n > 128:
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: promoted sums of fp32 operands are of at most 128"
-    if facts.promoted and facts.warp_specialised and not (facts.tma_store or facts.epilogue.is_light):
-        if cfg.tile_m * cfg.tile_n > 64 * 128 * cfg.warps_m * cfg.warps_n:  # compiled: 80 bytes of stack
-            return "128 promoted sums a thread leave no registers for an epilogue and a store element by element"
     return _promoted(facts) if facts.promoted else ""
 
 
@@ -124,7 +107,7 @@ def _narrow(facts: GemmFacts) -> str:
     if not facts.narrow:
         refused = "a scale" if spec.scale_out else "an amax" if spec.amax else ""
         return f"{refused} of an output of {facts.out_dtype}: float8 outputs have it" if refused else ""
-    if facts.family not in WITH_NARROW:
+    if "float8 output" not in family_of(facts).features:
         return f"outputs of {facts.out_dtype}: dense and BSR products have them"
     if facts.spec.capability < (8, 9):
         return (
@@ -178,8 +161,8 @@ def _fp16_sums(facts: GemmFacts) -> str:
         return f"sums in {facts.acc_dtype} of {facts.dtype}: tensor cores add up float16 operands alone in float16"
     if facts.epilogue.gated:
         return "sums in float16 of a gated product: it multiplies sums in float32"
-    if facts.family not in WITH_FP16_SUMS:
-        return f"sums in float16: kernels of {' and '.join(WITH_FP16_SUMS)} products have them"
+    if "float16 accumulator" not in family_of(facts).features:
+        return "sums in float16: kernels of dense and bsr products have them"
     return ""
 
 
@@ -196,7 +179,7 @@ def _gated(facts: GemmFacts) -> str:
     cfg, spec = facts.config, facts.epilogue
     if not spec.gated:
         return ""
-    if facts.path != "sm_90" or facts.family not in ("dense", "bsr"):
+    if facts.path != "sm_90" or "gate" not in family_of(facts).features:
         return "a gate in the epilogue: the sm_90 kernel with a block row a tile has it"
     if spec.bias or spec.residual or spec.function or spec.scale or spec.stores_z:
         return "a gate in the epilogue goes with an activation, and with scales of 8-bit floats, alone"
@@ -256,6 +239,8 @@ def sm80(facts: GemmFacts) -> str:
     if line > 32 * vector:
         return f"a warp's store of {line} elements a line; its 32 lanes store {32 * vector} at once"
     sums = span_m * span_n // 32
+    if facts.promotes and sums > 64:  # 128 spill
+        return f"{sums} accumulators a thread; 64 leave registers for promoted sums"
     accumulators = facts.acc_registers(sums)
     fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 2)  # of A and B, double-buffered
     registers = min(255, 65_536 // threads)
@@ -297,7 +282,7 @@ def tma_operands(facts: GemmFacts) -> str:
 
 def sm90(facts: GemmFacts) -> str:
     """What the sm_90 kernel asks, but for its operands."""
-    return store_buffers(facts) or _tile_sm90(facts) or _schedule_sm90(facts)
+    return store_buffers(facts) or _tile_sm90(facts) or _registers_sm90(facts) or _schedule_sm90(facts)
 
 
 def store_buffers(facts: GemmFacts) -> str:
@@ -337,23 +322,32 @@ def _tile_sm90(facts: GemmFacts) -> str:
         return f"{chunk} columns a warpgroup: rows of 8-bit floats fill a swizzled row from 32 on"
     if group_n % chunk:
         return f"{group_n} columns a warpgroup are no whole chunks of the store's {chunk}"
-    accumulators = cfg.tile_m * group_n // (cfg.warps_m * 128)
-    registers = facts.acc_registers(accumulators)
-    if registers > 192:
-        return f"{registers} registers of accumulators a thread; 192 fit into its 240"
-    spec = facts.epilogue
-    if accumulators > 128 and (spec.amax or facts.narrow and not spec.is_light):  # compiled: 8 to 296 bytes of stack
-        return f"{accumulators} accumulators a thread leave no registers for an amax, or 8-bit floats of an epilogue"
-    if registers > 128 and (spec.residual or spec.function or not facts.tma_store):
-        return (
-            f"{registers} registers of accumulators a thread leave none for a residual, a user's function, or a store "
-            "element by element"
-        )
-    if accumulators > 128 and not facts.tma_store:  # compiled: 48 to 1100 bytes of stack, of sums in float16 too
-        return f"{accumulators} accumulators a thread leave no registers for a store element by element"
-    if accumulators > 192 and group_n < 256 and (spec.residual or spec.function):  # 72 to 88 bytes
-        return f"{accumulators} accumulators in 64x{group_n} leave no registers for a residual or a user's function"
     return ""
+
+
+def _registers_sm90(facts: GemmFacts) -> str:
+    """Return why a thread's 240 registers do not hold its accumulators and what else it keeps."""
+    cfg, spec, promoted = facts.config, facts.epilogue, facts.promotes
+    columns = cfg.tile_n // cfg.warps_n
+    accumulators = cfg.tile_m * columns // (cfg.warps_m * 128)
+    registers = facts.acc_registers(accumulators)
+    loaded, direct, heavy = spec.residual or spec.function, not facts.tma_store, not spec.is_light
+    uneven = len(facts.k_blocks) > 1
+    # (count, at most, where, what the other registers hold); beyond it the compiler needs 8 to 1100 bytes of stack
+    limits = (
+        (registers, 192, True, "the loop"),
+        (registers, 128, loaded, "a residual or a user's function"),
+        (accumulators, 192, loaded and columns < 256, f"a residual or a user's function of {columns} columns"),
+        (accumulators, 128, direct, "a store element by element"),
+        (accumulators, 128, spec.amax or facts.narrow and heavy, "an amax, or an epilogue of an FP8 output"),
+        (accumulators, 120, cfg.split == 2 and spec.residual, "a residual and the other CTA's accumulators"),
+        (accumulators, 128, promoted, "promoted accumulation"),
+        (accumulators, 64, facts.promoted and direct and heavy, "an epilogue, promoted and stored element by element"),
+        (accumulators, 64, promoted and uneven and spec.scales_each and spec.residual, "uneven K-tiles and a residual"),
+    )
+    over = ((most, what) for count, most, where, what in limits if where and count > most)
+    refused = next((f"at most {most} leave registers for {what}" for most, what in over), "")
+    return refused and f"{registers} registers of accumulators a thread ({accumulators}): {refused}"
 
 
 def _schedule_sm90(facts: GemmFacts) -> str:
@@ -398,6 +392,4 @@ def _split(facts: GemmFacts) -> str:
     chunks = cfg.tile_m // (64 * cfg.warps_m) * (group_n // facts.chunk_columns(group_n))
     if chunks % cfg.split:
         return f"{chunks} chunks of a warpgroup's store among {cfg.split} CTAs: each stores as many (see store_row)"
-    if cfg.split == 2 and cfg.tile_m * cfg.tile_n >= 128 * 256 and facts.epilogue.residual:  # 8 to 128 bytes of stack
-        return "64 sums of 128 accumulators a thread leave no registers for a residual"
     return ""

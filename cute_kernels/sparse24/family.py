@@ -17,6 +17,7 @@ class Sparse24Family(ProductFamily):
     compiled on their first call."""
 
     name = config.Sparse24Config.family
+    features = frozenset(("float8",))
     config = config.Sparse24Config
     structured = True
 

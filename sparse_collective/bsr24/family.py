@@ -21,6 +21,7 @@ class Bsr24Family(BsrFamily):
     """Products of a Bsr24; its facts' block is the whole one, and values are half of it."""
 
     name = config.Bsr24Config.family
+    features = frozenset(("float8",))
     config = config.Bsr24Config
     ops = ()  # in no bundle yet: its kernels are compiled on their first call
     structured = True

@@ -31,6 +31,7 @@ class Skinny(BsrFamily):
     """Few columns, on both paths. No kernel comes as near to DRAM's rate."""
 
     name = "skinny"
+    features = frozenset(("float8", "float8 output"))
     config = SkinnyConfig
     orders = False
 
