@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from cute_kernels.runtime import derived
 from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.derived import Derived
 from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
@@ -35,48 +35,42 @@ MOST_TILES = 2**31 - 1
 _PLANS = PlanCache(operands=3)
 
 
-class Derived(derived.Derived):
-    """What is made of one mask."""
+def cache_of(mask: BlockMask) -> Derived:
+    """What is made of a mask. Kept in the mask itself: mask_mod may refer to what holds the mask.
 
-    __slots__ = ("_checked", "_element")
+    Its `facts` are the latest trace of mask_mod, the element mask, and the (batch, heads, offsets) that were checked.
+    """
+    if mask.derived is None:
+        mask._set(derived=Derived())
+    return mask.derived
 
-    def __init__(self):
-        super().__init__()
-        self._element = None, (None, ())
-        self._checked: set[tuple] = set()
 
-    def element(self, mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
-        """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads, and positions
-        that begin at `offsets`; (None, ()) without one.
+def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
+    """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads, and positions
+    that begin at `offsets`; (None, ()) without one.
 
-        Raises:
-            NeedsDispatcher: it captures a tensor without memory of its own.
-        """
-        if mask.mask_mod is None:
-            return None, ()
-        found, element = self._element
-        now = trace_mask(mask.mask_mod, mask.device)
-        if now is not found:
-            check_plain(OP, now.tensors)
-            element = for_kernel(now)
-            self._element, self._checked = (now, element), set()
-        if (batch, heads, offsets) not in self._checked:
-            check_extents(*element, batch, heads, lengths_at(mask.lengths, offsets))
-            self._checked.add((batch, heads, offsets))
-        return element
+    Raises:
+        NeedsDispatcher: it captures a tensor without memory of its own.
+    """
+    if mask.mask_mod is None:
+        return None, ()
+    cached = cache_of(mask)
+    known, element, checked = cached.facts or (None, None, None)
+    now = trace_mask(mask.mask_mod, mask.device)
+    if now is not known:
+        check_plain(OP, now.tensors)
+        element, checked = for_kernel(now), set()
+        cached.facts = now, element, checked
+    if (batch, heads, offsets) not in checked:
+        check_extents(*element, batch, heads, lengths_at(mask.lengths, offsets))
+        checked.add((batch, heads, offsets))
+    return element
 
-    def latest(self) -> Traced | None:
-        """The trace of mask_mod that the latest kernel was launched with."""
-        return self._element[0]
 
-    @classmethod
-    def of(cls, mask: BlockMask) -> "Derived":
-        """Kept in the mask itself: mask_mod may refer to what holds the mask."""
-        found = mask.derived
-        if found is None:
-            found = cls()
-            mask._set(derived=found)
-        return found
+def latest_trace(mask: BlockMask) -> Traced | None:
+    """The trace of mask_mod that the latest kernel was launched with."""
+    facts = cache_of(mask).facts
+    return None if facts is None else facts[0]
 
 
 def with_causal(mask: BlockMask) -> BlockMask:
@@ -84,10 +78,10 @@ def with_causal(mask: BlockMask) -> BlockMask:
 
     def make() -> tuple:
         masked, (rows, columns) = mask.with_causal(), mask.lengths
-        Derived.of(masked)
+        cache_of(masked)
         return masked, mask.mask_mod, Band(None, 0, columns - rows)
 
-    masked, mask_mod, band = Derived.of(mask).get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
+    masked, mask_mod, band = cache_of(mask).get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
     return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
@@ -125,7 +119,7 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
 
     The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
     """
-    cached = Derived.of(mask)
+    cached = cache_of(mask)
 
     def make() -> tuple:
         index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
@@ -154,7 +148,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         lengths = q.size(2), k.size(2)
         if mask.lengths[0] - lengths[0] == mask.lengths[1] - lengths[1] > 0:
             make = partial(mask.crop, lengths)
-            return Derived.of(mask).get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
+            return cache_of(mask).get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
     return mask
 
 
@@ -191,7 +185,7 @@ def launch_blocks(
         if causal:  # whose bound may be a number that the kernel reads, or a constant
             masked = with_causal(mask)
         offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
-        element, reads = Derived.of(masked).element(masked, *q.shape[:2], offsets)
+        element, reads = element_of(masked, *q.shape[:2], offsets)
         terms = (
             causal, softcap, scale, return_lse, forced_path(), out is None, offsets,
             mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
@@ -266,7 +260,7 @@ def _plan_kernel(
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
     terms |= {"sinks": sinks, "choose": choose, "offsets": offsets}
-    element, _ = Derived.of(masked).element(masked, *q.shape[:2], offsets)
+    element, _ = element_of(masked, *q.shape[:2], offsets)
     planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
     tile_m = plan.facts.config.tile_m
     l2_heads = heads_in_l2(k.shape[2], plan.facts.kv_row_bytes)

@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels.runtime.derived import state_of
 from cute_kernels.traced.record import Traced
 
-from .block_sparse import Derived, with_causal
+from .block_sparse import cache_of, latest_trace, with_causal
 from .masks.block_mask import BlockMask
 from .masks.element_mask import BoundMask, trace_mask
 
@@ -44,7 +44,7 @@ class SavedMask:
             RuntimeError: a tensor's `.data` was replaced since.
         """
         if self.state is not None and self.state == state_of(*saved):
-            Derived.of(self.mask)  # both masks share it
+            cache_of(self.mask)  # both masks share it
             return self.mask if self.traced is None else self.mask.with_mask_mod(BoundMask(self.traced))
         if any(a is b for a, b in zip(saved, self.tensors, strict=True)) and self.state is not None:
             raise RuntimeError(
@@ -68,7 +68,7 @@ def saved_mask(mask: BlockMask, causal: bool, kernel: bool) -> tuple[SavedMask, 
         mask, causal = with_causal(mask), False
     traced = None
     if mask.mask_mod is not None:
-        traced = Derived.of(mask).latest() if kernel else None
+        traced = latest_trace(mask) if kernel else None
         if traced is None:
             traced = trace_mask(mask.mask_mod, mask.device)
     tensors = mask.lists() if traced is None else (*mask.lists(), *traced.tensors)

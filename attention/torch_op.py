@@ -19,7 +19,7 @@ from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import checks, eager, flops, gradients
-from .block_sparse import Derived
+from .block_sparse import cache_of
 from .checks import NO_CACHE, check_gradient_dims, narrow
 from .function_text import written
 from .masks import convert, kept, mask_text
@@ -429,5 +429,5 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
         return make(*lists)  # see kept.py
     key = form, *lengths, *blocksize, mask_mod is None
     mask = kept.of_op_tensors(lists, key, make, watched=form != "lists")
-    Derived.of(mask)  # which both share
+    cache_of(mask)  # which both share
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
-from cute_kernels.runtime.derived import Derived, state_of
+from cute_kernels.runtime.derived import Derived, facts_of_tensor, of_tensor, state_of
 from cute_kernels.runtime.front import check_supported
 from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.runtime.torch_compat import in_graph_trace
@@ -40,42 +40,19 @@ __all__ = ["BsrMatrix", "random_bsr"]
 INT32_MAX = 2**31 - 1
 MOST_FORMS = 16  # of values for one pattern, that are remembered
 
-# id of the crow_indices of a known pattern -> Learnt. torch's WeakTensorKeyDictionary takes 1 us for what takes 0.1.
-_LEARNT: dict[int, Learnt] = {}
-
 
 @dataclass(eq=False)
-class Learnt:
-    """What is known of the pattern of two index tensors, for matrices that live for one call."""
+class PatternFacts:
+    """What is known of the pattern of two index tensors, for matrices that live for one call: the facts of the cache
+    of crow_indices (runtime.derived.of_tensor)."""
 
-    crow_indices: weakref.ref
     col_indices: weakref.ref
     shape: tuple[int, ...]  # without the batch
     blocksize: tuple[int, int]
     even: bool
     stats: PatternStats
     plans: Derived | None
-    forms: dict[tuple, dict] = field(default_factory=dict)  # what met_before is asked for -> a matrix's attributes
-
-
-def learnt_of(crow_indices: Tensor, col_indices: Tensor) -> Learnt | None:
-    """What is known of the pattern of these two tensors."""
-    learnt = _LEARNT.get(id(crow_indices))
-    if learnt is None or learnt.crow_indices() is not crow_indices or learnt.col_indices() is not col_indices:
-        return None
-    return learnt
-
-
-def remember(crow_indices: Tensor, col_indices: Tensor, *facts: object) -> None:
-    """Keep the other fields of Learnt as long as crow_indices lives."""
-    number = id(crow_indices)
-
-    def forget(reference: weakref.ref) -> None:
-        learnt = _LEARNT.get(number)
-        if learnt is not None and learnt.crow_indices is reference:  # and no tensor that came to its place
-            del _LEARNT[number]
-
-    _LEARNT[number] = Learnt(weakref.ref(crow_indices, forget), weakref.ref(col_indices), *facts)
+    attributes: dict[tuple, dict] = field(default_factory=dict)  # of a matrix, by the form that met_before is given
 
 
 def met_before(
@@ -86,12 +63,12 @@ def met_before(
     form: the shape, dtype and device of values, and all else that the matrix was made of, hashable. scales: as the
     matrix stores them, (1,) or one for each block.
     """
-    learnt = learnt_of(crow_indices, col_indices)
-    if learnt is None or not values.is_contiguous():
+    facts = facts_of_tensor(crow_indices)
+    if facts is None or facts.col_indices() is not col_indices or not values.is_contiguous():
         return None
     if scales is not None and not scales.is_contiguous():
         return None
-    attributes = learnt.forms.get(form)
+    attributes = facts.attributes.get(form)
     if attributes is None:
         return None
     matrix = object.__new__(BsrMatrix)
@@ -382,20 +359,23 @@ class BsrMatrix(Conversions, LikeTensor):
 
         Tables that exist are shared: compiled graphs look them up here, and their CUDA graphs may read them.
         """
-        learnt = self._learnt() if self.base is None else None
-        if learnt is not None and learnt.plans is not None:
-            self._set(plans=learnt.plans)
-            if (learnt.even, learnt.stats) == (self.even, self.stats):
+        known = self._facts() if self.base is None else None
+        if known is not None and known.plans is not None:
+            self._set(plans=known.plans)
+            if (known.even, known.stats) == (self.even, self.stats):
                 return
-        facts = self.shape[-2:], self.blocksize, self.even, self.stats, self.plans
-        remember(self.crow_indices, self.col_indices, *facts)
+        self._note_facts()
 
-    def _learnt(self) -> Learnt | None:
+    def _note_facts(self) -> None:
+        facts = self.shape[-2:], self.blocksize, self.even, self.stats, self.plans
+        of_tensor(self.crow_indices).facts = PatternFacts(weakref.ref(self.col_indices), *facts)
+
+    def _facts(self) -> PatternFacts | None:
         """Return what is known of a matrix with the same index tensors, shape and blocks; None if nothing is."""
-        learnt = learnt_of(self.crow_indices, self.col_indices)
-        if learnt is None or learnt.blocksize != self.blocksize or learnt.shape != self.shape[-2:]:
+        facts = facts_of_tensor(self.crow_indices)
+        if facts is None or facts.col_indices() is not self.col_indices:
             return None
-        return learnt
+        return facts if (facts.shape, facts.blocksize) == (self.shape[-2:], self.blocksize) else None
 
     def recall(self, form: tuple | None = None) -> None:
         """For a matrix that lives for one call: take over what check_indices found out about the same index tensors.
@@ -403,17 +383,16 @@ class BsrMatrix(Conversions, LikeTensor):
         Otherwise nothing is known of the pattern, but tables made of it from now on are kept with the index tensors.
         With a form, met_before knows this matrix.
         """
-        known = _LEARNT.get(id(self.crow_indices))
-        if known is None or known.crow_indices() is not self.crow_indices or known.col_indices() is None:
-            facts = self.shape[-2:], self.blocksize, False, NOT_KNOWN, Derived()
-            remember(self.crow_indices, self.col_indices, *facts)
-        learnt = self._learnt()
-        even, stats, plans = (learnt.even, learnt.stats, learnt.plans) if learnt else (False, NOT_KNOWN, None)
+        known = facts_of_tensor(self.crow_indices)
+        if known is None or known.col_indices() is None:
+            self._note_facts()
+        facts = self._facts()
+        even, stats, plans = (facts.even, facts.stats, facts.plans) if facts else (False, NOT_KNOWN, None)
         self._set(even=even, plans=plans)
         self._set_stats(stats)
-        if learnt and form is not None and len(learnt.forms) < MOST_FORMS:
+        if facts and form is not None and len(facts.attributes) < MOST_FORMS:
             tensors = "crow_indices", "col_indices", "stored", "stored_scales"
-            learnt.forms[form] = {name: value for name, value in vars(self).items() if name not in tensors}
+            facts.attributes[form] = {name: value for name, value in vars(self).items() if name not in tensors}
 
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_kernels import checks, reference
 from cute_kernels.dtypes import FLOAT8, NAMES_OF_INDEX, NAMES_OF_OPERANDS, default_out_dtype
@@ -33,10 +32,9 @@ from cute_kernels.matmul.terms import (
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of_tensor, major
 from cute_kernels.runtime.autocast import any_autocast, cast_product
 from cute_kernels.runtime.call_plan import PlanCache
-from cute_kernels.runtime.derived import captured
+from cute_kernels.runtime.derived import of_tensor
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.families import family_of
-from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.tf32_parts import eager as tf32_parts
 from cute_kernels.tile.element import VECTOR_BYTES
 
@@ -50,7 +48,6 @@ GATED = "bsr_gated_linear"
 NARROW = ("bsr_matmul", "bsr_linear")  # may write 8-bit floats
 WITH_PRECISION = ("bsr_matmul", "bsr_linear")  # multiply float32 as they are told
 _PLANS = PlanCache()
-_FROM_TORCH = WeakTensorKeyDictionary()  # torch.sparse_bsr tensors met so far, with their checked BsrMatrix
 
 
 def routing(op, x, W, expert_ids, offs, group_rows) -> padded_rows.Padding | None:
@@ -272,13 +269,8 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
             f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
         )
     checks.check_no_grad(op, W)
-    matrix = _FROM_TORCH.get(W)
-    if matrix is None:  # of the detached tensor, because values() of one with a gradient would keep it alive
-        with lasting_memory(W.device):
-            matrix = BsrMatrix.from_torch(W.detach())
-        if not captured(matrix.crow_indices):  # of a batch they are new ones, which a replay fills
-            _FROM_TORCH[W] = matrix
-    return matrix
+    # Of the detached tensor, because values() of one with a gradient would keep it alive
+    return of_tensor(W).get("matrix", W, lambda: BsrMatrix.from_torch(W.detach()), BsrMatrix.indices.fget)
 
 
 def _plan(op, W, b, terms: Terms, out, expert_ids=None, out_dtype=None, chained=False) -> Plan:

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import BlockMask, block_sparse, block_sparse_attention
 from attention.masks import kept
+from cute_kernels.runtime import derived
 from cute_kernels.runtime.derived import Derived, state_of
 from sparse_collective.bsr import BsrMatrix
 
@@ -132,7 +133,7 @@ def test_a_bool_tensor_for_several_lengths(conversions):
     assert len(conversions) - 6 == 3
     for i in range(3 * kept.MOST_LENGTHS):
         kept.of_blocks(blocks, (N - i, N))
-    assert len(kept.with_tensor(blocks).kept) == kept.MOST_LENGTHS
+    assert len(derived.of_tensor(blocks).kept) == kept.MOST_LENGTHS
     with pytest.raises(ValueError, match="blocks has shape .3, 3.; lengths .400, 384. need"):
         block_sparse_attention(*operands("cpu", 400, N), blocks)
 
@@ -277,20 +278,21 @@ def test_batches_of_patterns(step):
 
 @every_step_and_form
 def test_nothing_outlives_the_object(step, form):
-    before, mask = len(kept._WITH), held(form)
+    before, mask = len(derived._OF_TENSORS), held(form)
     step.run(*operands(), mask)
     if step.backend:
         first = mask.crow_indices if form == "bsr" else parts(form, mask)[0]
         made = [
             weakref.ref(value[0][0])
-            for ref, memo in kept._WITH.values()
+            for ref, memo in derived._OF_TENSORS.values()
             if ref() is first
             for value in memo.kept.values()
         ]
         assert len(made) == 1
         del first
     else:
-        assert len(kept._WITH) == before + (form in ("bool", "torch bsr"))
+        tensors = {"flex": 0, "bool": 1, "bsr": 1, "torch bsr": 2}  # with a cache: the mask, and crow_indices
+        assert len(derived._OF_TENSORS) == before + tensors[form]
         made = [weakref.ref(converted(mask)), weakref.ref(converted(mask).full_kv_indices)]
     references = [weakref.ref(mask), *made]
     assert all(ref() is not None for ref in references)
@@ -298,7 +300,7 @@ def test_nothing_outlives_the_object(step, form):
     if step.backend:
         torch._dynamo.reset()
         gc.collect()
-    assert all(ref() is None for ref in references) and len(kept._WITH) == before
+    assert all(ref() is None for ref in references) and len(derived._OF_TENSORS) == before
 
 
 def test_a_mask_mod_that_refers_to_the_mask():
@@ -312,7 +314,7 @@ def test_a_mask_mod_that_refers_to_the_mask():
 
         holder.mask = create_block_mask(near, None, None, N, N, device="cpu")
         made = converted(holder.mask)
-        made._set(derived=SimpleNamespace(element=near))  # as block_sparse.Derived of a GPU's mask
+        made._set(derived=SimpleNamespace(element=near))  # as the facts of a GPU's mask
         return [weakref.ref(near), weakref.ref(holder.mask), weakref.ref(made)]
 
     found = references()

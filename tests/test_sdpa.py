@@ -10,6 +10,7 @@ from attention import BlockMask, create_block_mask, scaled_dot_product_attention
 from attention.masks import kept
 from attention.operands import padded
 from cute_kernels import explain
+from cute_kernels.runtime import derived
 from cute_kernels.runtime.device import assume
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}  # in float64
@@ -275,7 +276,7 @@ def test_a_mask_is_converted_once(monkeypatch):
     assert len(made) == 2 and not torch.equal(out, scaled_dot_product_attention(q, k, v, mask))
     number = id(mask)
     del mask
-    assert number not in kept._WITH
+    assert number not in derived._OF_TENSORS
 
 
 # ------------------------------------------------------------------ with kernels, and under torch.compile

@@ -16,7 +16,7 @@ from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
-from ..block_sparse import Derived, by_length, with_causal
+from ..block_sparse import by_length, cache_of, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.choose import heads_in_l2
 from ..forward.config import BlockKind, WindowKind
@@ -96,7 +96,7 @@ def backward(
     element, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if causal else mask
-        element, reads = Derived.of(mask).element(mask, *q.shape[:2], terms.offsets)
+        element, reads = element_of(mask, *q.shape[:2], terms.offsets)
     if terms.offsets is not None and terms.bounds == (None, None) and score is None and element is None:
         terms = terms._replace(offsets=None)  # nothing depends on positions
     of_captured = ()
@@ -211,7 +211,7 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None) -> Tensor | None:
 
 def lists_of(mask) -> tuple:
     """A BlockMask's lists by columns, made once."""
-    return Derived.of(mask).get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
+    return cache_of(mask).get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
 
 
 def ranks_of(mask) -> Tensor:
@@ -221,7 +221,7 @@ def ranks_of(mask) -> Tensor:
         listed = torch.logical_or(*mask.tables())
         return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
 
-    return Derived.of(mask).get("ranks", mask.kv_num_blocks, make, tuple)[0]
+    return cache_of(mask).get("ranks", mask.kv_num_blocks, make, tuple)[0]
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
@@ -238,4 +238,4 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
         return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
 
     key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
-    return Derived.of(mask).get(key, mask.kv_num_blocks, make, tuple)[0]
+    return cache_of(mask).get(key, mask.kv_num_blocks, make, tuple)[0]

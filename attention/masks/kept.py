@@ -9,6 +9,7 @@ written. Of a BsrMatrix, whose indices must not be written to, a graph uses the 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,31 +17,13 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-from cute_kernels.runtime.derived import MOST, Derived, captured, state_of
+from cute_kernels.runtime.derived import Derived, captured, of_tensor, state_of
 from sparse_collective.bsr import BsrMatrix
 
 from .block_mask import BlockMask
 
 MOST_LENGTHS = 8  # conversions of one bool tensor
 _ATTRIBUTE = "_attention_block_mask"  # of FlexAttention's masks
-_WITH: dict[int, tuple] = {}  # id of a tensor -> (weak reference to it, what is kept with it)
-
-
-class _OfFlex:
-    """The conversion that is kept with FlexAttention's mask; `parts` are the attributes of it that may be replaced."""
-
-    __slots__ = ("derived", "parts")
-
-    def __init__(self, parts: tuple):
-        self.parts, self.derived = parts, Derived()
-
-    def is_of(self, count, index, full_count, full_index, mask_mod) -> bool:
-        """Whether these are the very parts."""
-        a, b, c, d, e = self.parts
-        return count is a and index is b and full_count is c and full_index is d and mask_mod is e
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()  # in a copy of the mask, or in a file, this becomes None
 
 
 def of_flex(mask: FlexBlockMask) -> BlockMask:
@@ -55,11 +38,12 @@ def of_flex(mask: FlexBlockMask) -> BlockMask:
     state = state_of(*lists)
     if state is None or captured(count):
         return BlockMask.from_flex(mask)
-    kept = mask.__dict__.get(_ATTRIBUTE)
-    if kept is None or not kept.is_of(*parts):
-        kept = mask.__dict__[_ATTRIBUTE] = _OfFlex(parts)
+    cached = mask.__dict__.get(_ATTRIBUTE)
+    if cached is None or not all(map(operator.is_, cached.facts, parts)):
+        cached = mask.__dict__[_ATTRIBUTE] = Derived()
+        cached.facts = parts
     state = state, mask.seq_lengths, mask.BLOCK_SIZE
-    return kept.derived.get("mask", count, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
+    return cached.get("mask", count, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
 
 
 def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
@@ -72,7 +56,7 @@ def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
         return BlockMask.from_blocks(blocks, lengths=lengths), memory_of(blocks)
 
     state = state, blocks.shape, blocks.stride(), blocks.dtype
-    return with_tensor(blocks, MOST_LENGTHS).get(lengths, blocks, make, _tables, state)[0]
+    return of_tensor(blocks, MOST_LENGTHS).get(lengths, blocks, make, _tables, state)[0]
 
 
 class ElementTensor(NamedTuple):
@@ -93,7 +77,7 @@ def of_elements(seen: Tensor, lengths: tuple[int, int]) -> BlockMask:
         return (BlockMask.from_elements(alias, lengths=lengths),)
 
     state = state, seen.shape, seen.stride(), seen.dtype
-    return with_tensor(seen, MOST_LENGTHS).get(("elements", *lengths), seen, make, _tables, state)[0]
+    return of_tensor(seen, MOST_LENGTHS).get(("elements", *lengths), seen, make, _tables, state)[0]
 
 
 def of_bsr(pattern: BsrMatrix) -> BlockMask:
@@ -114,22 +98,7 @@ def of_torch_bsr(pattern: Tensor) -> BlockMask:
     def make() -> tuple:
         return BlockMask.from_bsr(pattern), memory_of(*indices)
 
-    return with_tensor(pattern).get("mask", indices[0], make, _tables, (state, pattern.shape))[0]
-
-
-def with_tensor(tensor: Tensor, most: int = MOST) -> Derived:
-    """What is kept with this very tensor until it dies. A WeakTensorKeyDictionary takes 1.5 us, this 0.2."""
-    number = id(tensor)
-    found = _WITH.get(number)
-    if found is not None and found[0]() is tensor:
-        return found[1]
-
-    def forget(reference) -> None:
-        if _WITH.get(number, (None,))[0] is reference:
-            _WITH.pop(number, None)
-
-    found = _WITH[number] = weakref.ref(tensor, forget), Derived(most)
-    return found[1]
+    return of_tensor(pattern).get("mask", indices[0], make, _tables, (state, pattern.shape))[0]
 
 
 def memory_of(*tensors: Tensor) -> list[Tensor]:
@@ -164,4 +133,4 @@ def of_op_tensors(tensors: list[Tensor], key: tuple, make: Callable, watched: bo
     # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
     state = *[weakref.ref(t) for t in others], *versions
     key = *key, *[id(t) for t in others]
-    return with_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]
+    return of_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]
