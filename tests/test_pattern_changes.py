@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.runtime.derived import facts_of_tensor
 from sparse_collective import BsrMatrix, bsr_linear
-from sparse_collective.bsr import learnt_of
 from sparse_collective.csc import csc_index
 from sparse_collective.nn import BsrLinear, change_pattern_
 from sparse_collective.pattern import indices_of, random_keys
@@ -288,7 +288,7 @@ def test_tables_of_matrices_in_compiled_functions_are_kept(device, check):
     x = normal(9, 80, device=device)
     call = torch.compile(lambda x: bsr_linear(x, W.t()), backend="aot_eager")
     call(x)
-    kept = dict(learnt_of(W.crow_indices, W.col_indices).plans.kept)
+    kept = dict(facts_of_tensor(W.crow_indices).plans.kept)
     call(x)
-    again = learnt_of(W.crow_indices, W.col_indices).plans.kept
+    again = facts_of_tensor(W.crow_indices).plans.kept
     assert again and all(again[key] is kept[key] for key in again)
