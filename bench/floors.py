@@ -54,22 +54,20 @@ def measure(case: Case) -> float:
 
 def judge(name: str, ratios: list[float], floors: dict) -> tuple[bool, str]:
     """(the median ratio of a row reaches its floor, a line about it), given the content of a floors file."""
-    ratio, row = median(ratios), floors["rows"].get(name)
-    if row is None:
-        return False, f"{name}: {ratio:.3f}, and no floor is recorded: {SET_FLOORS}"
-    line = f"{name}: {ratio:.3f}, floor {row['ratio']:.3f} ({ratio / row['ratio'] - 1:+.1%})"
-    return ratio >= row["ratio"] * (1 - floors["margin"]), line
+    if name not in floors["rows"]:
+        return False, f"{name}: no floor is recorded: {SET_FLOORS}"
+    ratio, floor = median(ratios), floors["rows"][name]["ratio"]
+    return ratio >= floor * (1 - floors["margin"]), f"{name}: {ratio:.3f}, floor {floor:.3f} ({ratio / floor - 1:+.1%})"
 
 
 def compare(cases: list[Case], floors: dict, measure: Callable[[Case], float] = measure) -> tuple[list[str], list[str]]:
-    """(lines of rows that reach their floors, lines of the others and of floors without a row)."""
-    ratios, known = {case.name: [measure(case)] for case in cases}, floors["rows"].keys()
-    below = [case for case in cases if case.name in known and not judge(case.name, ratios[case.name], floors)[0]]
+    """(lines of rows that reach their floors, lines of the others)."""
+    ratios = {case.name: [measure(case)] for case in cases}
+    below = [case for case in cases if not judge(case.name, ratios[case.name], floors)[0]]
     for case in (REPEATS - 1) * below:
         ratios[case.name].append(measure(case))
     verdicts = [judge(name, measured, floors) for name, measured in ratios.items()]
-    lost = [f"{name} has a floor and no case: {SET_FLOORS} forgets it" for name in sorted(known - ratios.keys())]
-    return [line for ok, line in verdicts if ok], [line for ok, line in verdicts if not ok] + lost
+    return [line for ok, line in verdicts if ok], [line for ok, line in verdicts if not ok]
 
 
 def set_floors(folder: Path, cases: list[Case] | None = None, measure: Callable[[Case], float] = measure) -> Path:
