@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
+from cute_kernels.quantized import Quantized, unpacked
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden
@@ -28,9 +29,9 @@ Window = Sequence[int | None] | None  # (left, right)
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     *,
     causal: bool = False,
     window_size: Window = None,
@@ -70,7 +71,8 @@ def attention(
             left: item b has rows seqused_k[b, 0] to before seqused_k[b, 1], and those before must be finite.
         page_table: (B, pages of an item) int32, contiguous rows. k and v are pages then, (pages, Hkv, page_size, D)
             and (pages, Hkv, page_size, Dv), page_size a power of two from 16 on, and item b's row j of K and V is row
-            j % page_size of page page_table[b, j // page_size]. Needs seqused_k. Later entries are not read.
+            j % page_size of page page_table[b, j // page_size]. Needs seqused_k. Later entries are not read. A
+            page that does not exist counts as zeros, a length out of range as the nearest one in range.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, for sequences packed one after another: then q is
             (total_q, H, D), k and v (total_k, Hkv, D or Dv), and sequence b's rows of q are those from cu_seqlens_q[b]
             to before cu_seqlens_q[b + 1], and so of k and v. Masks are aligned in each sequence. The entries begin at 0
@@ -88,9 +90,9 @@ def attention(
             a module, a functools.partial or a dataclass; see function_text for what it may capture.
         q_descale, k_descale, v_descale: float32 above 0 (not checked), dequantization scales of FP8 q, k and v, None
             for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as in FlashAttention 3; B is the number of packed
-            sequences.
-            q and k of float8_e4m3fn, and v of it or of 16 bits: on sm_90, dense, packed, with block masks, not with
-            seqused_k. Not packed, also for each block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
+            sequences. q, k or v may be what quantize returns, with its own scale. q and k of float8_e4m3fn, and v of it
+            or of 16 bits: on sm_90, dense, packed, with block masks, not with seqused_k. Not packed, also for each
+            block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
             k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
             seqused_k for any number of queries, or without for few queries. Neither at head dimension 512.
         use_fast_accum: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
@@ -102,8 +104,6 @@ def attention(
             are skipped, and rows that see no key get 0 and an lse of -inf. Combine the outputs of several shards of k
             and v with attention.merge. Not with cu_seqlens, seqused_k or page_table.
 
-    A length in seqused_k that is out of range counts as the nearest one in range, a page that does not exist as zeros.
-
     Returns:
         (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
         or float32. A row that sees no column gets 0, and an lse of -inf; a score of NaN gives its row and lse NaN.
@@ -114,8 +114,7 @@ def attention(
     nothing quadratic. Rows that belong to no packed sequence give sinks no gradient. The gradient of q is accumulated
     in any order on a GPU, unless `deterministic`. Head dimension 512 has no gradients.
 
-    Under torch.autocast q, k and v are cast to its dtype, as those of torch's scaled_dot_product_attention are, but not
-    with out=. float64 and FP8 operands are not cast.
+    Under torch.autocast q, k and v are cast as in torch's SDPA, but not with out=; float64 and FP8 are not cast.
 
     Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
     strides are not multiples of 16 bytes, or which are expanded, are copied first, as
@@ -126,6 +125,9 @@ def attention(
         RuntimeError: q, k, v or sinks requires a gradient and out, seqused_k or page_table is given, k and v are of 8
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
+    if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
+        scales = q_descale, k_descale, v_descale
+        (q, k, v), (q_descale, k_descale, v_descale) = _unpacked("attention", (q, k, v), scales)
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
     checks.check_deterministic("attention", deterministic)
@@ -135,8 +137,8 @@ def attention(
         "causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "return_lse": return_lse,
         "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
         "page_table": page_table, "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale,
-        "k_descale": k_descale, "v_descale": v_descale,
-        "use_fast_accum": use_fast_accum, "q_offset": q_offset, "k_offset": k_offset,
+        "k_descale": k_descale, "v_descale": v_descale, "use_fast_accum": use_fast_accum,
+        "q_offset": q_offset, "k_offset": k_offset,
     }  # fmt: skip
     if not is_compiling():
         try:
@@ -170,6 +172,11 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
     return found if terms["return_lse"] else found[0]
 
 
+def _unpacked(op: str, operands: tuple, scales: tuple) -> tuple:
+    """(operands, scales), with those of the operands that are Quantized."""
+    return tuple(zip(*(unpacked(op, name, *pair) for name, *pair in zip("qkv", operands, scales, strict=True))))
+
+
 def _nested(q, k, v) -> bool:
     """True if one is nested: looking up a plan reads strides, which aborts the process for strided nested tensors."""
     try:
@@ -187,9 +194,9 @@ def _options(terms: dict) -> dict:
 
 
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Quantized,
+    k: Tensor | Quantized,
+    v: Tensor | Quantized,
     block_mask: BlockMask | FlexBlockMask | BsrMatrix | Tensor,
     *,
     causal: bool = False,
@@ -249,6 +256,9 @@ def block_sparse_attention(
     """
     if others:
         checks.refuse_options("block_sparse_attention", others)
+    if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
+        scales = q_descale, k_descale, v_descale
+        (q, k, v), (q_descale, k_descale, v_descale) = _unpacked("block_sparse_attention", (q, k, v), scales)
     if any_autocast() and out is None:
         q, k, v = autocast(q, k, v)
     checks.check_deterministic("block_sparse_attention", deterministic)

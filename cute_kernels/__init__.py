@@ -4,7 +4,7 @@ gemm(a, b, ...)       the product a torch user calls
 explain(op, ...)      which kernel a call takes, and why; with arch="sm_90" on a machine without a GPU
 inspect(op, ...)      what that kernel costs: registers, spills, shared memory, instructions
 path("sm_80")         a context that forces a family of kernels
-quantize(x, ...)      8-bit floats and their scales, for gemm; quantize_gated(z, ...) of a gated feed-forward layer
+quantize(x, ...)      Quantized: FP8 values and their scale, an operand for gemm; quantize_gated(z, ...) is gated
 prune_2_4(w)          the 2 largest of every 4 neighbours; Sparse24.from_dense of that is a left operand for gemm
 functions             elementwise functions for epilogues of one's own
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
@@ -14,12 +14,14 @@ from . import functions
 from .explain import explain, explains, inspect
 from .ops import gemm
 from .quantize import quantize, quantize_gated
+from .quantized import Quantized
 from .runtime.device import path
 from .sparse24 import torch_functions as _torch_functions  # noqa: F401 (importing it makes W @ b of a Sparse24 a GEMM)
 from .sparse24.eager import plan_gemm
 from .sparse24.format import Sparse24, prune_2_4
 
 __all__ = [
+    "Quantized",
     "Sparse24",
     "explain",
     "functions",

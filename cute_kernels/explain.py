@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING
 
+from .quantized import Quantized, unpacked_arguments
 from .runtime.device import assume, assumed
 
 if TYPE_CHECKING:
@@ -28,12 +29,16 @@ def planner_of(op):
         raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; known are {known}") from None
 
 
-def check_arguments(op, args: tuple, kwargs: dict) -> None:
-    """TypeError, with the op's own name, unless it takes such arguments."""
+def bound_arguments(op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """(args, kwargs) with quantized operands unpacked; TypeError, with the op's own name, if it does not take them."""
     try:
-        signature(op).bind(*args, **kwargs)
+        bound = signature(op).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{op.__name__}(): {error}") from None
+    if not any(type(value) is Quantized for value in bound.arguments.values()):
+        return args, kwargs
+    bound.arguments = unpacked_arguments(op.__name__, bound.arguments)
+    return bound.args, bound.kwargs
 
 
 def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
@@ -47,7 +52,7 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     "meta" device, and nothing is compiled. Without it, planning compiles the kernel if no cache has it.
     """
     planner = planner_of(op)
-    check_arguments(op, args, kwargs)
+    args, kwargs = bound_arguments(op, args, kwargs)
     if arch is None:
         return planner(*args, **kwargs)
     with assume(arch):

@@ -13,15 +13,18 @@ from . import eager
 from .checks import narrow, scaled, watched
 from .gradients import differentiable
 from .matmul.terms import epilogue_program, new_amax
+from .quantized import Quantized, unpacked
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import NeedsDispatcher, dispatched, hidden
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
 
+SPECIAL = frozenset({Sparse24, Quantized})  # operands that are no tensors
+
 
 def gemm(
-    a: Tensor | Sparse24,
-    b: Tensor,
+    a: Tensor | Sparse24 | Quantized,
+    b: Tensor | Quantized,
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -67,7 +70,8 @@ def gemm(
             torch._scaled_mm has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for
             each row of a, and (..., 1, N) or (N,), one for each column of b; or
             (..., M, K / 128), one for each row and 128 columns of a, and (..., K / 128, N / 128), one for each 128x128
-            of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize.
+            of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize, whose
+            result may be a or b itself, with its own scale.
         use_fast_accum: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
             mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
         accumulation_dtype: of float16 operands alone, and not of a Sparse24: torch.float16 keeps the sums of products
@@ -106,9 +110,12 @@ def gemm(
             Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
+    special = type(a) in SPECIAL or type(b) in SPECIAL
+    if special:
+        (a, scale_a), (b, scale_b) = unpacked("gemm", "a", a, scale_a), unpacked("gemm", "b", b, scale_b)
     amax = None if return_amax is False else new_amax("gemm", return_amax, a)
     watches = out is None and watched(a, b, bias, residual)
-    plain = epilogue is None and type(a) is not Sparse24 and type(b) is not Sparse24
+    plain = epilogue is None and not special
     if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
         watches = False  # and the call raises
     if plain and not (compiling or casts or hidden()):

@@ -9,14 +9,17 @@ from .dtypes import FLOAT8
 from .functions import ACTIVATIONS
 from .quantization.config import NO_TOKENS
 from .quantization.eager import quantized, quantized_gated
+from .quantized import Quantized
 from .reference import BLOCK, GATE, gate_of_rounded
 
 AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # what the largest magnitude is taken over
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
 
 
-def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "tensor") -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "tensor") -> Quantized:
     """(values, scale) such that x is about values * scale, with the largest magnitude at the end of dtype's range.
+
+    gemm, the block-sparse GEMMs and attention take the pair itself in the place of an operand, see Quantized.
 
     Args:
         x: (..., rows, columns) of a floating-point dtype, on any device.
@@ -53,24 +56,24 @@ def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = 
     with torch.no_grad():
         if x.numel() == 0:
             ones = torch.ones(shape_of_scale(x.shape, per), dtype=torch.float32, device=x.device)
-            return torch.empty_like(x, dtype=dtype), ones
+            return Quantized(torch.empty_like(x, dtype=dtype), ones)
         if (found := quantized(x.detach(), dtype, per)) is not None:
-            return found
+            return Quantized(*found)
         wide = x.to(torch.float32)
         if per in BLOCKS:
-            return rounded_by_blocks(wide, *BLOCKS[per], dtype, 1.0)
+            return Quantized(*rounded_by_blocks(wide, *BLOCKS[per], dtype, 1.0))
         if per == "tokens":
             values, scale = rounded_by_blocks(wide, BLOCK, x.shape[-1], dtype, NO_TOKENS)
-            return values, scale[..., 0]
+            return Quantized(values, scale[..., 0])
         axis = AXES[per]
         largest = wide.abs().amax().reshape(1) if axis is None else wide.abs().amax(axis, keepdim=True)
         values, scale = rounded(wide, largest, dtype, 1.0)
-        return values, scale.reshape(shape_of_scale(x.shape, per))
+        return Quantized(values, scale.reshape(shape_of_scale(x.shape, per)))
 
 
 def quantize_gated(
     z: Tensor, *, activation: str | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
+) -> Quantized:
     """quantize(h, per="row") of h = activation(gate) * up, in one kernel: the middle of a gated feed-forward layer.
 
     Args:
@@ -104,13 +107,11 @@ def quantize_gated(
         )
     with torch.no_grad():
         if z.numel() and (found := quantized_gated(z.detach(), activation, dtype)) is not None:
-            return found
+            return Quantized(*found)
         h = gate_of_rounded(z, activation)
-        return (
-            quantize(h, dtype=dtype, per="row")
-            if h.dim() > 1
-            else tuple(t[0] for t in quantize(h[None], dtype=dtype, per="row"))
-        )
+        if h.dim() > 1:
+            return quantize(h, dtype=dtype, per="row")
+        return Quantized(*(t[0] for t in quantize(h[None], dtype=dtype, per="row")))
 
 
 def shape_of_scale(shape, per: str) -> tuple:

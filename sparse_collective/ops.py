@@ -15,6 +15,7 @@ from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
 from cute_kernels.matmul.precision import check_precision
 from cute_kernels.matmul.terms import check_activation, epilogue_program, new_amax
+from cute_kernels.quantized import Quantized, unpacked
 from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
@@ -30,7 +31,7 @@ Epilogue = Callable[[Tensor], Tensor]
 
 def bsr_matmul(
     W: BsrMatrix | Bsr24 | Tensor,
-    b: Tensor,
+    b: Tensor | Quantized,
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -55,7 +56,7 @@ def bsr_matmul(
             gradients, accumulation_dtype and float8 outputs, and of float8 without torch.compile.
             With a precision also float32, no view W.t().
             Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
-        b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items.
+        b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items. Or a Quantized.
         bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
         residual: of the result's shape and dtype.
@@ -92,6 +93,8 @@ def bsr_matmul(
     Raises as cute_kernels.gemm does, RuntimeError also where an argument requires a gradient beside out_dtype, a
     precision or a Bsr24.
     """
+    if type(b) is Quantized:
+        b, scale_b = unpacked("bsr_matmul", "b", b, scale_b)
     amax = None if return_amax is False else new_amax("bsr_matmul", return_amax, b)
     y = called(
         "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, use_fast_accum,
@@ -101,7 +104,7 @@ def bsr_matmul(
 
 
 def bsr_linear(
-    x: Tensor,
+    x: Tensor | Quantized,
     W: BsrMatrix | Bsr24 | Tensor,
     *,
     bias: Tensor | None = None,
@@ -119,7 +122,7 @@ def bsr_linear(
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
     Args:
-        x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items.
+        x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items. Or a Quantized.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
         bias: (M,), with a batch also (L, M).
         activation, out, epilogue, use_fast_accum, accumulation_dtype, out_dtype, scale_out, return_amax, precision: see
@@ -132,6 +135,8 @@ def bsr_linear(
 
     A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
     """
+    if type(x) is Quantized:
+        x, scale_x = unpacked("bsr_linear", "x", x, scale_x)
     amax = None if return_amax is False else new_amax("bsr_linear", return_amax, x)
     y = called(
         "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, use_fast_accum,
@@ -141,7 +146,7 @@ def bsr_linear(
 
 
 def bsr_gated_linear(
-    x: Tensor,
+    x: Tensor | Quantized,
     W: BsrMatrix | Bsr24 | Tensor,
     *,
     activation: str | None = "silu",
@@ -152,7 +157,7 @@ def bsr_gated_linear(
     """activation(x @ G.T) * (x @ U.T): the first half of a gated feed-forward layer, in one kernel.
 
     Args:
-        x: (..., K) of W's dtype, of any strides.
+        x: (..., K) of W's dtype, of any strides, or a Quantized.
         W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: of its rows 64 are G's, 64 U's, and so on (see
             interleaved).
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
@@ -174,6 +179,8 @@ def bsr_gated_linear(
 
     Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
     """
+    if type(x) is Quantized:
+        x, scale_x = unpacked(eager.GATED, "x", x, scale_x)
     if out is None and out_dtype is None and scale_x is None and watched(W, x):
         check_activation(eager.GATED, activation)
         eager.check_gated(W)
@@ -196,7 +203,7 @@ def interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def bsr_grouped_linear(
-    x: Tensor,
+    x: Tensor | Quantized,
     W: BsrMatrix | Bsr24 | Tensor,
     *,
     offs: Tensor | None = None,
@@ -221,7 +228,8 @@ def bsr_grouped_linear(
       Nothing is copied. y[i] is the same with e = expert_ids[i // group_rows].
 
     Args:
-        x: (T, K) of W's dtype, of any strides; with expert_ids T is len(expert_ids) times a multiple of 64.
+        x: (T, K) of W's dtype, of any strides, or a Quantized; with expert_ids T is len(expert_ids) times a multiple of
+            64.
         W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
         offs: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
         expert_ids: (T / group_rows,) int32 on x's device, contiguous.
@@ -257,6 +265,8 @@ def bsr_grouped_linear(
     Raises as bsr_matmul does.
     """
     op = "bsr_grouped_linear"
+    if type(x) is Quantized:
+        x, scale_x = unpacked(op, "x", x, scale_x)
     more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
     padding = eager.routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
