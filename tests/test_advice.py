@@ -188,7 +188,7 @@ CASES = {
     ),
     "an FP8 output with a residual": Case(
         lambda d: gemm(x_of(d), numbers(d)[1], residual=normal(64, 64, device=d).to(E4M3), out_dtype=E4M3),
-        "add it to a product in torch.bfloat16 instead",
+        "add it to an output in torch.bfloat16",
         lambda d: gemm(x_of(d), numbers(d)[1], residual=torch.ones(64, 64, device=d, dtype=BF16)),
         want=lambda d: x_of(d).double() @ numbers(d)[1].double() + 1,
     ),
