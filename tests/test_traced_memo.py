@@ -28,6 +28,7 @@ from cute_kernels.traced.record import TraceError
 
 CPU = torch.device("cpu")
 EPILOGUE, MASK = ("f", ("float32",), (2, 3), CPU), ("mask_mod", ("int32",) * 4, (), CPU)
+aten = torch.ops.aten
 by, other, slope, relu, nothing = 2.0, 5.0, "a field's name", "a function's name", None
 
 
@@ -225,7 +226,7 @@ def test_names_that_are_globals_too(traces):
     "function",
     [
         torch.relu, torch.Tensor.relu, nnf.silu, lambda x: nnf.silu(x), lambda x: silu(x), lambda x: F.gelu_tanh(x),
-        lambda x: x * by + other,
+        lambda x: x * by + other, lambda x: aten.relu(x),
     ],
 )  # fmt: skip
 def test_functions_are_traced_once(function, traces):

@@ -132,7 +132,7 @@ class State:
             return kind, tuple([self.walk(part) for part in value])
         if is_stable(value) or isinstance(value, type) and library_class(value):
             return kind, value
-        if kind is types.ModuleType and library_module(value):
+        if isinstance(value, types.ModuleType) and library_module(value):  # or torch.ops.aten, of a subclass
             return kind, value.__name__
         parameters = getattr(kind, "__dataclass_params__", None)
         if parameters is not None and parameters.frozen and library_class(kind):
