@@ -16,11 +16,10 @@ import torch
 import cute_kernels
 from cute_kernels.runtime.parallel import worker_pool
 
-from . import emulate, reference, selection
+from . import compiled, emulate, reference, selection
 from .sass import attempt, remembered
 
 CACHE = "CUTE_KERNELS_CACHE_DIR"
-EMULATED = "CUTE_KERNELS_EMULATED"  # kernels on the emulator that one process of tests has compiled for all
 
 
 def pytest_addoption(parser):
@@ -60,12 +59,11 @@ def pytest_configure(config):
         config.pluginmanager.register(selection.Selection(config), "selection")
     if not os.environ.get(CACHE):  # processes that share the tests (pytest-xdist) inherit it, and share the folder
         folder = tempfile.mkdtemp(prefix="cute-kernels-tests-")
-        os.environ[CACHE] = folder
-        os.environ[EMULATED] = os.path.join(folder, "emulated")
+        os.environ[CACHE], os.environ[compiled.FOLDER] = folder, os.path.join(folder, "compiled")
 
         def remove():
             os.environ.pop(CACHE, None)
-            os.environ.pop(EMULATED, None)
+            os.environ.pop(compiled.FOLDER, None)
             shutil.rmtree(folder, ignore_errors=True)
 
         config.add_cleanup(remove)

@@ -1,10 +1,10 @@
 """Which tests run by default, and why they represent the others.
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
-path, the device. Each group keeps one test in KEPT, at least FEW. Slow tests, which compile kernels or emulate them,
-are grouped by file and class of kernel (kernel_selection.kernel_class); each group keeps one in SLOW_KEPT, at least
-one. The hash of a test's id decides which ones, so every run without options has the same. Tests with the marker
-`core` always run.
+path, the device. Each group keeps one test in KEPT, at least FEW, or one if they call torch.compile. Slow tests, which
+compile kernels or emulate them, are grouped by file and class of kernel (kernel_selection.kernel_class); each group
+keeps one in SLOW_KEPT, at least one. The hash of a test's id decides which ones, so every run without options has the
+same. Tests with the marker `core` always run.
 
     --all                   everything
     --share TEXT            besides, one in SHARE of all other tests; each TEXT picks another share
@@ -31,7 +31,9 @@ KEPT = 6
 SLOW_KEPT = 10
 SHARE = 10
 MOST = 400  # a kernel takes one to two seconds to compile
-COMPILE = {"compile_kernel", "inspect_kernel", "compile_for", "Emulated", "emulated", "emulate_entry", "on_emulator"}
+COMPILE = {"compile_kernel", "compile_for", "inspect_kernel", "inspect_compiled", "cubin"}
+COMPILE |= {"Emulated", "emulated", "emulate_entry", "on_emulator"}
+TORCH_COMPILES = {"compile", "opcheck"}
 COMPILING_FIXTURES = {"outcome_of", "emulator"}
 MARKS = ("sm_80", "sm_86", "sm_89", "sm_90")
 
@@ -71,13 +73,21 @@ def compiles(function) -> bool:
     return False
 
 
-def is_slow(item) -> bool:
-    """True if the test compiles kernels or runs them on the emulator."""
-    return not COMPILING_FIXTURES.isdisjoint(item.fixturenames) or "slow" in item.keywords or compiles(item.function)
-
-
 def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def places(item) -> set:
+    """Where the test runs, if a parameter names it: "cpu", "emulated" (torch in the kernels' place), "emulator"."""
+    firsts = (value[0] if isinstance(value, tuple) and value else value for value in parameters(item).values())
+    return {first for first in firsts if isinstance(first, str)} & {"cpu", "emulated", "emulator"}
+
+
+def is_slow(item) -> bool:
+    """True if the test compiles kernels or runs them on the emulator."""
+    if where := places(item):
+        return "emulator" in where
+    return not COMPILING_FIXTURES.isdisjoint(item.fixturenames) or "slow" in item.keywords or compiles(item.function)
 
 
 def family_of(item) -> str | None:
@@ -100,7 +110,7 @@ def class_of(item) -> tuple:
     if family_of(item) and hasattr(values.get("facts"), "arch"):
         return where, kernel_class(values["facts"])
     marks = tuple(mark for mark in MARKS if mark in item.keywords)
-    return where, getattr(values.get("family"), "name", None), values.get("device"), values.get("place"), marks
+    return where, getattr(values.get("family"), "name", None), *sorted(places(item)), marks
 
 
 def representatives(items: list) -> list:
@@ -109,7 +119,10 @@ def representatives(items: list) -> list:
     for item in items:
         groups[class_of(item)].append(item)
     for group in groups.values():
-        kept = max(1, len(group) // SLOW_KEPT) if is_slow(group[0]) else max(FEW, len(group) // KEPT)
+        if is_slow(group[0]):
+            kept = max(1, len(group) // SLOW_KEPT)
+        else:
+            kept = max(1 if TORCH_COMPILES & names_in(group[0].function) else FEW, len(group) // KEPT)
         found += sorted(group, key=rank)[:kept]
     return found
 

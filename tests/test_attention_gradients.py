@@ -20,8 +20,9 @@ from attention.forward.seqlen import SeqlenInfo
 from attention.masks.mask_mods import SameDocument
 
 from .attention_parts import FP16, FP64, misaligned, packed, qkv, rows_first
+from .compiled import FOLDER
 from .emulate_blocks import number
-from .emulator.emulate import COMPILER, SHARED, emulated
+from .emulator.emulate import COMPILER, emulated
 from .emulator.ops import on_emulator
 from .reference import assert_as_good_as_torch, normal, poisoned_empty, seed
 
@@ -471,7 +472,7 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     monkeypatch.setattr(problem, "L2_BYTES", 1)
-    monkeypatch.delenv(SHARED, raising=False)  # kernels of this test are nobody else's
+    monkeypatch.delenv(FOLDER, raising=False)  # kernels of this test are nobody else's
     emulated.cache_clear()
     for sq, sk, dim, terms in (
         (200, 420, 64, {"causal": True}),

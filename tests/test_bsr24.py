@@ -14,10 +14,7 @@ from cute_kernels import Sparse24, explain, prune_2_4
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.config import BlockFacts
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.runtime.parallel import inspect_kernel
 from sparse_collective import (
     Bsr24,
     BsrMatrix,
@@ -32,6 +29,7 @@ from sparse_collective.bsr24.family import BSR24
 from sparse_collective.nn import BsrLinear
 
 from .bsr_parts import BOTH_OPS, FORMS, assert_same, batch, bsr
+from .compiled import cubin
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .reference import ACTIVATIONS, assert_as_good_as_torch, normal, poisoned
@@ -380,22 +378,10 @@ def test_each_architecture_has_kernels():
         assert not BSR24.candidates(spec.path, BlockFacts(32, 32, "int32"), spec)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(KERNELS[:6:2] + AMPERE[:3]))
-def test_kernels_have_no_spills(facts, outcome_of):
-    """A few; test_kernels_compile has more."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    found, cfg = outcome.value, facts.config
-    assert found.problems == ()
-    if facts.path == "sm_90":  # twice in the code, for the first K-tile and the others
-        assert found.resources.hgmma == 2 * (cfg.tile_k // 32) * (cfg.tile_m // (64 * cfg.warps_m))
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_products_are_sparse_ones(arch):
     facts = (AMPERE if arch == "sm_80" else KERNELS)[0]
-    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    sass = disassemble(cubin(facts))
     products = set(re.findall(r"HG?MMA\S*", sass))
     assert products == {"HMMA.SP.16832.F32.BF16" if arch == "sm_80" else "HGMMA.SP.64x192x32.F32.BF16"}
 

@@ -19,7 +19,6 @@ from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
 from cute_kernels.matmul.family import DENSE
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.families import family_of
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.ampere import OperandTile
 from cute_kernels.tile.element import BYTES, Element, element_of
 from cute_kernels.tile.hopper import smem_layout
@@ -30,6 +29,7 @@ from sparse_collective.skinny.family import SKINNY
 from sparse_collective.small_blocks.family import SMALL_BLOCKS
 from sparse_collective.small_blocks.tables import block_tables
 
+from .compiled import inspect_compiled
 from .emulator import emulate
 from .reference import assert_as_good_as_torch, exact_and_torch, poisoned
 
@@ -202,7 +202,7 @@ def test_kernels_of_fp8_compile_without_spills(family, arch):
         assert family is SMALL_BLOCKS and arch != "sm_90"
         return
     assert family_of(legal[0]) is family
-    report = inspect_kernel(legal[0])
+    report = inspect_compiled(legal[0])
     assert report.problems == () and "HMMA" not in report.resources.opcodes
     assert report.resources.opcodes["QGMMA" if arch == "sm_90" else "QMMA"] >= 4
 

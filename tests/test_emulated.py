@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import tempfile
 from functools import lru_cache
 
 import pytest
@@ -131,9 +130,7 @@ def small_product(path: str):
     facts = GemmFacts("sm_80" if path == "sm_80" else "sm_90a", path, CONFIGS[path])
     family = family_of(facts)
     assert not family.unsupported(facts)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--keep-ptx --dump-dir {folder}"
-        return compile_for(facts.arch, family.entry(facts), *family.arguments(facts), options=options)
+    return compile_for(facts.arch, family.entry(facts), *family.arguments(facts), keep_cubin=True)
 
 
 def complaint(path: str, change=None) -> str:

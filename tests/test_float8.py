@@ -384,6 +384,8 @@ def test_what_is_wrong_with_a_kernel_of_8_bits(arch):
     for multiplies, facts in kinds.items():
         cfg, steps = facts.config, max(facts.k_blocks)
         sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if arch == "sm_90" else 32))
+        if facts.epilogue.scales_blocks:
+            sums *= 3 * cfg.tile_k // 128 if arch == "sm_90" else 2
         product, added = DENSE.tensor_core(facts), "FFMA" if multiplies else "FADD"
 
         def judged(before=(), **changed):
@@ -393,7 +395,7 @@ def test_what_is_wrong_with_a_kernel_of_8_bits(arch):
         assert judged() == [] and judged(["x"]) == ["x"]
         few = {
             product: f"{steps - 1} {product} for {steps} MMA steps",
-            added: f"{sums - 1} {added} for {sums} accumulators",
+            added: f"{sums - 1} {added}, of at least {sums}",
         }
         for code, count in ((product, steps), (added, sums)):
             (problem,) = judged(**{code: count - 1})

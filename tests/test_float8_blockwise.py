@@ -11,12 +11,11 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.config import EpilogueSpec, GemmConfig
 from cute_kernels.matmul.family import DENSE
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, compiled, some
+from .float8_parts import assert_as_tensor_cores, some
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 from .test_float8 import BF16, DTYPES, FP32, needs_compiler, numbers, refused
 
@@ -308,26 +307,8 @@ def test_compiled(place):
 
 # -- kernels --------------------------------------------------------------------------------------------------------
 
-KERNELS = [(n, f) for n in ("sm_89", "sm_90") for f in catalogue.float8_kernels(DENSE, n, False)]
-KERNELS = some([(n, f) for n, f in KERNELS if f.epilogue.scales_blocks], lambda kernel: kernel[1])
 USUAL = {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "majors": ("k", "k", "n")}
 BOTH = EpilogueSpec(scale_m="1x128", scale_n="128x128")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(KERNELS))
-def test_sums_are_scaled_as_they_are_added(facts, outcome_of):
-    """By FFMAs: on sm_90 one for each accumulator and 128 of K, twice in the loop and once after it; on sm_89 one for
-    each accumulator and MMA step, of which a K-tile has two."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error and outcome.value.problems == ()
-    cfg, opcodes = facts.config, outcome.value.resources.opcodes
-    if facts.path == "sm_80":
-        accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 32)
-        assert opcodes["FFMA"] >= 2 * accumulators and opcodes["QMMA"] >= accumulators // 2
-        return
-    accumulators = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
-    assert opcodes["FFMA"] >= 3 * accumulators * cfg.tile_k // 128 and opcodes["QGMMA"] >= 12
 
 
 def test_configurations_that_cut_blocks_are_refused():

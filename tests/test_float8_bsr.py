@@ -10,7 +10,6 @@ import torch
 from cute_kernels import explain, gemm, quantize
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 from sparse_collective import (
     BsrMatrix,
@@ -23,6 +22,7 @@ from sparse_collective import (
 from sparse_collective.family import BSR
 from sparse_collective.nn import BsrLinear
 
+from .compiled import inspect_compiled
 from .emulator import emulate
 from .emulator.ops import on_emulator
 from .float8_parts import assert_as_tensor_cores, compiled, some
@@ -458,7 +458,7 @@ SCALED = [(n, f) for n, f in KERNELS if f.block.scaled and f.epilogue == Epilogu
 @pytest.mark.parametrize("facts", compiled(some(SCALED, lambda kernel: kernel[1])))
 def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
     """Those of blocks are in the additions. What else is asked of kernels, test_kernels_compile judges."""
-    outcome = outcome_of(inspect_kernel, facts)
+    outcome = outcome_of(inspect_compiled, facts)
     assert not outcome.error and outcome.value.problems == ()
     codes, cfg = outcome.value.resources.opcodes, facts.config
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32))

@@ -17,14 +17,13 @@ from cute_kernels import explain
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tile.element import element_of
 from cute_kernels.tile.ptx import BY_BITS_SCALE, float8_to_fp16
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
-from sparse_collective.catalogue import linear, skinny_float8_kernels
+from sparse_collective.catalogue import linear
 from sparse_collective.family import BSR
 from sparse_collective.k_tiles import BsrKTiles
-from sparse_collective.skinny.config import SkinnyConfig, converts_by_bits
+from sparse_collective.skinny.config import SkinnyConfig
 from sparse_collective.skinny.family import SKINNY
 from sparse_collective.skinny.float8 import Float8SkinnyKernel
 
@@ -200,33 +199,6 @@ def test_conversions_are_exact(dtype, by_bits):
     assert torch.equal(found.nan_to_num(12345.0), exact.nan_to_num(12345.0))
     assert torch.equal(found.signbit() & ~found.isnan(), exact.signbit() & ~exact.isnan())
     assert exact.isnan().any() and bool(exact.isinf().any()) == (dtype == E5M2)
-
-
-# -- kernels --------------------------------------------------------------------------------------------------------
-
-KERNELS = [(name, facts) for name in ("sm_80", "sm_90") for facts in skinny_float8_kernels(SKINNY, name)[::7]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "facts"),
-    [pytest.param(n, f, id=f"{n}: {SKINNY.title(f)}", marks=getattr(pytest.mark, n)) for n, f in KERNELS],
-)
-def test_kernels_have_their_instructions_and_no_spills(arch, facts, outcome_of):
-    """An MMA of fp16 for each 16 x 8 x 16; the scale of a block is a multiply-add for each of its sums."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    report, cfg = outcome.value, facts.config
-    codes, mmas = report.resources.opcodes, cfg.tile_m // 16 * (cfg.tile_n // 8)
-    assert report.problems == () and codes.get("QMMA", 0) == report.resources.hgmma == 0
-    per_piece = mmas * cfg.stages * cfg.tile_k // 4
-    assert codes["HMMA"] == per_piece
-    kernel = Float8SkinnyKernel(facts)
-    assert not facts.block.scaled or codes["FFMA"] >= 4 * mmas * cfg.stages // kernel.together
-    words = 2 * (cfg.tile_m // 8 + cfg.tile_n // 8) * cfg.stages * cfg.tile_k // 4  # of fp16 pairs
-    if not converts_by_bits(facts):
-        assert codes["F2FP" if facts.dtype == "float8_e4m3fn" else "PRMT"] >= words
-    assert converts_by_bits(facts) == (arch == "sm_80" and facts.dtype == "float8_e4m3fn")
 
 
 # -- results --------------------------------------------------------------------------------------------------------

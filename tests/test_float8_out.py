@@ -10,7 +10,6 @@ from cute_kernels import explain, gemm, torch_op
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.family import DENSE
-from cute_kernels.runtime.parallel import inspect_kernel
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import catalogue as sparse_catalogue
 from sparse_collective.family import BSR
@@ -18,8 +17,6 @@ from sparse_collective.skinny.family import SKINNY
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import compiled
-from .kernel_selection import one_of_each
 from .test_float8 import numbers
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -300,21 +297,6 @@ KERNELS = [
     for module, family in ((catalogue, DENSE), (sparse_catalogue, BSR), (sparse_catalogue, SKINNY))
     for facts in module.narrow_kernels(family, name, False)
 ]
-
-
-def kind(f) -> tuple:
-    return f.arch, f.family, f.path, f.dtype, f.majors[2], f.epilogue.is_light
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(one_of_each(KERNELS, kind, lambda kernel: kernel[1])))
-def test_kernels_convert_two_at_a_time_and_spill_nothing(facts, outcome_of):
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    report, codes = outcome.value, outcome.value.resources.opcodes
-    assert report.problems == ()
-    assert sum(n for code, n in codes.items() if code.startswith("F2F")) >= 1
-    assert facts.epilogue.amax == ("REDUX" in codes)
 
 
 def test_all_that_a_call_may_ask_for_has_a_kernel():

@@ -13,18 +13,16 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue, cost
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.family import DENSE
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel, family_named, family_of
+from cute_kernels.runtime.families import family_named
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.runtime.parallel import inspect_kernel
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import catalogue as bsr_catalogue
 from sparse_collective.family import BSR
 
 from .bsr_parts import products_refuse
+from .compiled import cubin
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .kernel_selection import one_of_each
 from .reference import ACTIVATIONS, poisoned
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -307,39 +305,13 @@ KERNELS = [
 ]
 
 
-def some() -> list:
-    """One of each kind: the rest is compiled by test_kernels_compile."""
-
-    def kind(f) -> tuple:
-        cfg, e = f.config, f.epilogue
-        return f.arch, f.family, cfg.split > 1, cfg.consumer_groups, cfg.tile_n > 128, bool(e.residual), e.stores_z
-
-    return [
-        pytest.param(facts, id=f"{name}: {family_of(facts).title(facts)}", marks=getattr(pytest.mark, name))
-        for name, facts in one_of_each(KERNELS, kind, lambda kernel: kernel[1])
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", some())
-def test_kernels_have_their_instruction_and_no_spills(facts, outcome_of):
-    """Waits for all products, of which a serialised loop has one for each, are at the end alone."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    resources = outcome.value.resources
-    assert outcome.value.problems == ()
-    if facts.path == "sm_90":
-        assert resources.opcodes["WARPGROUP"] == 4 * len(facts.k_blocks)  # an ARRIVE and a DEPBAR, of two loops
-        assert resources.wgmma_waits == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "instruction"), [("sm_86", "HMMA.16816.F16 "), ("sm_90", "HGMMA.64x192x16.F16 ")], ids=["sm_86", "sm_90"]
 )
 def test_machine_code(arch, instruction):
     facts = next(facts for name, facts in KERNELS if name == arch)
-    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    sass = disassemble(cubin(facts))
     steps = 2 * facts.config.tile_m // 64 * 4 if arch == "sm_90" else 64
     assert sass.count(instruction) == steps and "MMA" in sass and ".F32 " not in instruction
     assert f"{instruction.split('.')[0]}." in sass and not any(

@@ -13,8 +13,8 @@ import pytest
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import family_of
-from cute_kernels.runtime.parallel import inspect_kernel
 
+from .compiled import inspect_compiled
 from .kernel_selection import LIKE_SM_80, catalogue, configuration, features, is_other_archs, of_float8, selected
 
 
@@ -48,7 +48,7 @@ def test_sm_86_and_sm_89_have_the_same_kernels():
 
 @pytest.mark.slow
 def test_kernel(facts, outcome_of):
-    outcome = outcome_of(inspect_kernel, facts)
+    outcome = outcome_of(inspect_compiled, facts)
     assert not outcome.error
     report = outcome.value
     assert report.problems == ()

@@ -12,12 +12,10 @@ from cute_kernels import quantize, quantize_gated
 from cute_kernels.quantization import eager
 from cute_kernels.quantization.config import facts_for
 from cute_kernels.quantization.family import QUANTIZING
-from cute_kernels.runtime.parallel import inspect_kernel
 from sparse_collective import random_bsr
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import compiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -213,14 +211,3 @@ def test_kernels_for_rows():
         assert not facts.held or facts.lanes * facts.vectors >= n
     facts = facts_for("sm_86", "bfloat16", "float8_e4m3fn", "row", 8)
     assert "sm_86 has no instruction" in QUANTIZING.unsupported(facts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "facts", compiled([("sm_90", QUANTIZING.catalogue("sm_90")[i]) for i in (0, 6, 8, 9, 11, 14, -4)])
-)
-def test_kernels_hold_what_a_multiprocessor_is_to_hold(facts, outcome_of):
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error and outcome.value.problems == ()
-    resident = QUANTIZING.entry(facts).resident
-    assert resident == 1 or outcome.value.resources.registers * 256 * resident <= 65_536

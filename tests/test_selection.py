@@ -12,7 +12,7 @@ from cute_kernels.runtime.families import families, family_named
 
 from . import selection, sources
 from .kernel_selection import kernel_class, selected
-from .selection import FEW, compiles, is_whole_suite, select
+from .selection import FEW, compiles, is_slow, is_whole_suite, select
 
 
 class Item(SimpleNamespace):
@@ -101,6 +101,8 @@ def test_slow_tests_are_found():
 
     assert compiles(test_emulated.test_gradients) and compiles(test_emulated.test_attention)
     assert not compiles(test_emulated.test_lanes_part_and_meet_again) and not compiles(test_sources)
+    assert is_slow(item("test_x[emulator]", where=("emulator", "sm_80"))) and is_slow(item("test_x", "slow"))
+    assert not is_slow(item("test_x[cpu]", "slow", where="cpu"))
 
 
 @pytest.mark.parametrize(

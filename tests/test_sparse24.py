@@ -14,16 +14,13 @@ import cute_kernels
 from cute_kernels import Sparse24, explain, gemm, prune_2_4
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.sparse24 import SPARSE24
 from cute_kernels.sparse24.format import metadata_shape
 
+from .compiled import cubin
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .kernel_selection import one_of_each
 from .reference import ACTIVATIONS, assert_as_good_as_torch, normal, poisoned
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -330,7 +327,6 @@ def test_paths():
 
 KERNELS = [facts for facts in SPARSE24.catalogue("sm_90") if facts.element.width == 2]
 PLAIN = [facts for facts in KERNELS if facts.epilogue.is_light and not facts.epilogue.scale]
-OF_EACH_CONFIGURATION = one_of_each(KERNELS, lambda facts: (facts.config, facts.epilogue.is_light))
 AMPERE = SPARSE24.catalogue("sm_80")
 
 
@@ -347,22 +343,10 @@ def test_each_architecture_has_kernels():
         assert own == set(SPARSE24.candidates(spec.path, None, spec)), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(OF_EACH_CONFIGURATION + AMPERE[:3] + AMPERE[-3:]))
-def test_kernels_have_no_spills(facts, outcome_of):
-    """Each configuration, with and without a heavy epilogue; test_kernels_compile has more."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    found, cfg = outcome.value, facts.config
-    assert found.problems == ()
-    if facts.path == "sm_90":  # twice in the code, for the first K-tile and the others
-        assert found.resources.hgmma == 2 * (cfg.tile_k // 32) * (cfg.tile_m // (64 * cfg.warps_m))
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_products_are_sparse_ones(arch):
     facts = (AMPERE if arch == "sm_80" else KERNELS)[0]
-    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    sass = disassemble(cubin(facts))
     products = set(re.findall(r"HG?MMA\S*", sass))
     assert products == {"HMMA.SP.16832.F32.BF16" if arch == "sm_80" else "HGMMA.SP.64x256x32.F32.BF16"}
 

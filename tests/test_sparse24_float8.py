@@ -10,16 +10,14 @@ from torch.sparse import _semi_structured_conversions as conversions
 import cute_kernels
 from cute_kernels import Sparse24, explain, gemm, prune_2_4, quantize
 from cute_kernels.dtypes import TORCH
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.sparse24 import SPARSE24
 from cute_kernels.sparse24.format import metadata_shape
 
+from .compiled import cubin
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .float8_parts import assert_as_tensor_cores, some
+from .float8_parts import assert_as_tensor_cores
 from .reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -290,31 +288,16 @@ def test_the_architectures_that_have_kernels():
     assert {f.config for f in ADA} == set(SPARSE24.candidates("sm_80", None, ADA[0].spec, ADA[0].element))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(some(KERNELS + ADA)))
-def test_kernels_have_no_spills(facts, outcome_of):
-    """Some; test_kernels_compile has more."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error
-    found, cfg = outcome.value, facts.config
-    assert found.problems == ()
-    if facts.path == "sm_80":
-        return
-    products = cfg.tile_k // 64 * (cfg.tile_m // (64 * cfg.warps_m))
-    parts = -(-cfg.tile_n // cfg.warps_n // 128) if facts.promotes else 2  # once for the first K-tile, and the others
-    assert found.resources.opcodes["QGMMA"] == products * parts
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_products_are_sparse_ones(fast):
     facts = next(facts for facts in KERNELS if facts.use_fast_accum == fast)
-    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    sass = disassemble(cubin(facts))
     columns = 256 if fast else 128
     assert set(re.findall(r"[HQ]GMMA\.\S+", sass)) == {f"QGMMA.SP.64x{columns}x64.F32.E4M3.E4M3"}
 
 
 def test_products_of_ada_are_sparse_ones():
-    sass = disassemble(cubin_of(compile_kernel(ADA[0], keep_cubin=True).compiled))
+    sass = disassemble(cubin(ADA[0]))
     assert set(re.findall(r"[HQ]MMA\.\S+", sass)) == {"QMMA.SP.16864.F32.E4M3.E4M3"}
 
 

@@ -14,16 +14,15 @@ from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.matmul.family import DENSE
 from cute_kernels.matmul.precision import PRECISIONS, rounded, side_by_side, split
-from cute_kernels.runtime.compile import cubin_of
-from cute_kernels.runtime.families import compile_kernel, family_named, family_of
+from cute_kernels.runtime.families import family_named
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.tf32_parts import eager as tf32_parts
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective import catalogue as bsr_catalogue
 from sparse_collective.family import BSR
 
 from .bsr_parts import products_refuse
+from .compiled import cubin
 from .emulator import emulate
 from .emulator.ops import GpuTensor, on_emulator
 from .reference import ACTIVATIONS, poisoned
@@ -433,29 +432,6 @@ KERNELS = [
 ]
 
 
-def some() -> list:
-    """Of sm_90 one of each kind of loop. All kernels are compiled, and judged, by test_kernels_compile."""
-    found = {}
-    for _, facts in KERNELS:
-        if (
-            facts.block is None
-            and facts.warp_specialised
-            and not facts.promoted
-            and facts.epilogue == type(facts.epilogue)()
-        ):
-            found.setdefault((facts.family, facts.config.consumer_groups), facts)
-    title = [f"{facts.family}: {family_of(facts).title(facts)}" for facts in found.values()]
-    return [pytest.param(f, id=t, marks=pytest.mark.sm_90) for f, t in zip(found.values(), title, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", some())
-def test_products_are_not_serialised(facts, outcome_of):
-    """Of a loop that is, each product has a wait of its own."""
-    outcome = outcome_of(inspect_kernel, facts)
-    assert not outcome.error and outcome.value.problems == () and outcome.value.resources.wgmma_waits == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "instruction"), [("sm_86", "HMMA.1688.F32.TF32 "), ("sm_90", "HGMMA.64x192x8.F32.TF32 ")]
@@ -463,7 +439,7 @@ def test_products_are_not_serialised(facts, outcome_of):
 def test_machine_code(arch, instruction):
     """The products are those of TF32; on the path of mma.sync each operand is rounded, unless it is infinite or NaN."""
     facts = next(facts for name, facts in KERNELS if name == arch)
-    sass = disassemble(cubin_of(compile_kernel(facts, keep_cubin=True).compiled))
+    sass = disassemble(cubin(facts))
     products = [line for line in sass.splitlines() if "MMA." in line]
     assert products and all(instruction in line for line in products)
     assert (sass.count("FSETP.GEU.AND") >= 48) == (arch != "sm_90")

@@ -10,10 +10,29 @@ from ..tile.element import BITS_16, Element
 from . import catalogue, cost, legality
 from .arguments import dense_args
 from .candidates import dense_sm80, dense_sm90
-from .config import BlockFacts, GemmConfig, GemmFacts
+from .config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
 from .problem import Problem
 
 FEATURES = frozenset(("float8", "float8 output", "float32", "float16 accumulator", "gate"))
+
+
+def output_problems(facts: GemmFacts, resources) -> list[str]:
+    """FP8 outputs that no F2F instruction converts; amax without the reduction of a warp."""
+    codes, found = resources.opcodes, []
+    if facts.narrow and not any(code.startswith("F2F") for code in codes):
+        found.append(f"no F2F instruction converts the output to {facts.out_dtype}")
+    if facts.epilogue.amax and "REDUX" not in codes:
+        found.append("no REDUX: amax is not reduced in each warp")
+    return found
+
+
+def wait_problems(facts: GemmFacts, resources) -> list[str]:
+    """More than the last wait for all WGMMAs, in loops that need no other: the compiler serialized them."""
+    fp16 = facts.acc_dtype == "float16"
+    tf32 = facts.element.width == 4 and not facts.promoted and facts.block is None and facts.epilogue == EpilogueSpec()
+    if facts.warp_specialised and (fp16 or tf32) and resources.wgmma_waits != 1:
+        return [f"{resources.wgmma_waits} waits for all warpgroup products, of one: the compiler serialized them"]
+    return []
 
 
 class ProductFamily(Family):
@@ -58,11 +77,12 @@ class ProductFamily(Family):
         return facts.warp_specialised
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """Check in the machine code that FP8 operands are multiplied as FP8 in each MMA step of a K-tile, and that
-        promoted accumulation has one addition per accumulator."""
+        """Add problems: FP8 operands are multiplied as such in each MMA step of a K-tile, promoted accumulators are
+        added or scaled one by one, FP8 outputs are converted by F2F, and WGMMAs are not serialized."""
+        found = problems + output_problems(facts, resources) + wait_problems(facts, resources)
         if not facts.promotes and (facts.element.width > 1 or facts.config.converts):
-            return problems
-        cfg, codes, name, found = facts.config, resources.opcodes, self.tensor_core(facts), list(problems)
+            return found
+        cfg, codes, name = facts.config, resources.opcodes, self.tensor_core(facts)
         if facts.element.width == 1 and (wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0)):
             found.append(f"{wide} 16-bit MMAs in a kernel for {facts.dtype}")
         if (products := codes.get(name, 0)) < max(facts.k_blocks):
@@ -71,8 +91,11 @@ class ProductFamily(Family):
             scaled = facts.epilogue.scales_blocks or facts.block is not None and facts.block.scaled
             added = "FFMA" if scaled or facts.takes_turns else "FADD"  # double-buffered: partial sums times 1.0
             sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.warp_specialised else 32))
-            if codes.get(added, 0) < sums:
-                found.append(f"{codes.get(added, 0)} {added} for {sums} accumulators per thread: not promoted to FP32")
+            # 1x128 and 128x128 scales: on sm_90 for each 128 of K, twice in the loop and once after it; on sm_89 for
+            # each MMA step, of which a K-tile has two.
+            times = 1 if not facts.epilogue.scales_blocks else 3 * cfg.tile_k // 128 if facts.warp_specialised else 2
+            if codes.get(added, 0) < (least := times * sums):
+                found.append(f"{codes.get(added, 0)} {added}, of at least {least}: not promoted to FP32")
         return found
 
     def named_barriers(self, facts: GemmFacts) -> tuple[str, dict[int, int]] | None:

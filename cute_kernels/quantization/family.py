@@ -43,6 +43,13 @@ class Quantizing(Family):
             return f"{facts.out_dtype}: {spec.name} has no instruction that rounds to 8 bits; sm_89 and sm_90 have"
         return ""
 
+    def judge(self, facts: QuantizeFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        """Add a problem: registers for fewer resident CTAs than the launch counts on."""
+        resident = self.entry(facts).resident
+        if resident > 1 and resources.registers * 256 * resident > 65_536:
+            return [*problems, f"{resources.registers} registers a thread are too many for {resident} CTAs an SM"]
+        return problems
+
     def catalogue(self, arch: str, quick: bool = False) -> list[QuantizeFacts]:
         """Every kernel of bfloat16 to e4m3, and of other dtypes one of each kind."""
         target, found = arch_named(arch).target, []

@@ -62,7 +62,7 @@ def compile_options(arch: str, *, keep_cubin: bool = False, extra: str = "") -> 
         raise ValueError("name the architecture to compile for, such as 'sm_90a'")
     options = ["--enable-tvm-ffi", "--gpu-arch", shlex.quote(arch)]
     if keep_cubin:
-        options.append("--keep-cubin")
+        options.append("--keep-cubin --keep-ptx")
     if extra:
         options.append(extra)
     return " ".join(options)
@@ -84,8 +84,9 @@ def compile_for(
     `runnable` the DSL itself also links it into the process: that is a second pass of code generation, and it
     happens only if `arch` is the one the DSL sees (the GPU's, or `CUTE_DSL_ARCH`).
 
-    With `keep_cubin`, `cubin_of` gives the machine code. The DSL hands it over as a file, which goes to a
-    folder of its own: its name leaves out constexpr state, so two configurations would overwrite each other.
+    With `keep_cubin`, `cubin_of` gives the machine code, and `artifacts.PTX` the PTX. The DSL hands them over as files,
+    which go to a folder of their own: their names leave out constexpr state, so two configurations would overwrite each
+    other.
     """
     cutlass = import_cutlass()
     if not runnable:

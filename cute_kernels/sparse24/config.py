@@ -209,15 +209,18 @@ def of_stored_halves(facts: GemmFacts) -> str:
 
 
 def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
-    """`problems` of a compiled kernel, and whether 8-bit floats are multiplied as such, each step of a K-tile, and
-    promoted sums are added."""
-    if facts.element.width > 1:
-        return problems
+    """Add problems: too few products for the steps of a K-tile, FP8 operands that are not multiplied as such, promoted
+    accumulators that are not added."""
     cfg, codes, found = facts.config, resources.opcodes, list(problems)
+    rows = cfg.tile_m // (64 * cfg.warps_m)
+    if facts.element.width > 1:
+        if facts.warp_specialised and resources.hgmma < (steps := rows * cfg.tile_k // 32):
+            found.append(f"{resources.hgmma} HGMMA for {steps} steps of a K-tile")
+        return found
     if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
         found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
     name, threads = ("QGMMA", 128) if facts.warp_specialised else ("QMMA", 32)
-    if (products := codes.get(name, 0)) < (steps := cfg.tile_k // MMA_BYTES):
+    if (products := codes.get(name, 0)) < (steps := max(1, rows) * cfg.tile_k // MMA_BYTES):
         found.append(f"{products} {name} for {steps} steps of a K-tile")
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * threads)
     added = "FFMA" if facts.block is not None and facts.block.scaled else "FADD"

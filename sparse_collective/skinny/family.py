@@ -11,7 +11,7 @@ from cute_kernels.tile.element import BITS_16, Element
 
 from .. import catalogue
 from ..family import FEW_COLUMNS, BsrFamily, entry_of, values_bytes
-from .config import LANES_K, PAD, SkinnyConfig, loads_vectors, registers
+from .config import LANES_K, PAD, SkinnyConfig, converts_by_bits, loads_vectors, registers
 
 # What the kernel waits for before its first values arrive, and from one piece to a warp's next: estimates, in clocks.
 FILL, TURN = 700, 800
@@ -113,6 +113,20 @@ class Skinny(BsrFamily):
         from .kernel import SkinnyKernel
 
         return entry_of(facts)(facts, (Float8SkinnyKernel if facts.element.width == 1 else SkinnyKernel)(facts))
+
+    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
+        """Add problems of FP8 operands: each is converted, each 16x8x16 is an HMMA, and each accumulator is scaled."""
+        found = super().judge(facts, cubin, resources, problems)
+        if facts.element.width > 1:
+            return found
+        cfg, codes = facts.config, resources.opcodes
+        mmas, words = cfg.tile_m // 16 * (cfg.tile_n // 8), cfg.stages * cfg.tile_k // 4
+        least = {"HMMA": mmas * words}
+        if facts.block.scaled:
+            least["FFMA"] = 4 * mmas * cfg.stages // self.entry(facts).kernel.together
+        if not converts_by_bits(facts):
+            least["F2FP" if facts.dtype == "float8_e4m3fn" else "PRMT"] = 2 * (cfg.tile_m + cfg.tile_n) // 8 * words
+        return found + [f"{codes.get(c, 0)} {c}, of at least {n}" for c, n in least.items() if codes.get(c, 0) < n]
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         if quick:

@@ -19,16 +19,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import platformdirs
 import torch
 from filelock import FileLock
 
-from cute_kernels.runtime.compile import compile_for, export_object
-from cute_kernels.runtime.families import family_of
-from cute_kernels.runtime.keys import entry_key, host_cpu, source_fingerprint, versions
+from cute_kernels.runtime.compile import compile_for
+from cute_kernels.runtime.keys import host_cpu
 
+from ..compiled import compiled, export_host_code, ptx_of
 from . import ptx
 
 HERE = Path(__file__).parent
@@ -200,49 +199,34 @@ def run_ptx(text: str, *tensors: torch.Tensor, grid: int = 1, block: int = 32, s
         raise EmulatorError(machine().emu_message().decode())
 
 
-def ptx_of(compiled: Any) -> str:
-    return compiled.artifacts.PTX.rstrip("\0")
-
-
-def host_library(compiled: Any, folder: Path) -> Path:
-    """The host code of a compiled function, linked with the machine; it runs once or twice, so is not optimised."""
-    from cutlass.cutlass_dsl.tvm_ffi_provider import _aot_support
-
-    export = _aot_support.export_module_to_bytes
-    path, shared, where = folder / "kernel.o", folder / "kernel.so", str(machine_library())
-    quickly = mock.patch.object(
-        _aot_support, "export_module_to_bytes", lambda *args, **kwargs: export(*args, **(kwargs | {"opt_level": 0}))
-    )
-    with quickly:
-        export_object(compiled, path, "kernel")
-    _command(COMPILER, "-shared", str(path), where, "-o", str(shared), f"-Wl,-rpath,{Path(where).parent}")
-    return shared
-
-
 class Emulated:
     """A compiled function whose launches the machine runs; `change` may put other PTX in its kernels' place."""
 
     def __init__(self, compiled: Any, change: Callable[[str], str] | None = None):
         text = ptx_of(compiled)
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            self._load(text if change is None else change(text), host_library(compiled, Path(folder)))
+            export_host_code(compiled, Path(folder, "kernel.o"))
+            self._load(text if change is None else change(text), Path(folder, "kernel.o"))
 
     @classmethod
-    def kept(cls, folder: Path) -> "Emulated":
-        """The function that `keep` has put into a folder."""
+    def of_folder(cls, folder: Path) -> "Emulated":
+        """The function in a folder of `compiled.compiled`."""
         self = cls.__new__(cls)
-        self._load(Path(folder, "kernel.ptx").read_text(), Path(folder, "kernel.so"))
+        self._load(Path(folder, "kernel.ptx").read_text(), Path(folder, "kernel.o"))
         return self
 
-    def _load(self, text: str, library: Path) -> None:
+    def _load(self, text: str, host_code: Path) -> None:
         import tvm_ffi
 
         self.ptx = text
         self.number = _load(text)
         weakref.finalize(self, machine().emu_forget, self.number)
-        # The machine comes before whoever has the same names: the CUDA runtime, once a compiled kernel was loaded.
-        ctypes.CDLL(str(library), mode=os.RTLD_DEEPBIND)
-        self.module = tvm_ffi.load_module(str(library))
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            library, where = f"{folder}/kernel.so", str(machine_library())
+            _command(COMPILER, "-shared", str(host_code), where, "-o", library, f"-Wl,-rpath,{Path(where).parent}")
+            # The machine comes before whoever has the same names: the CUDA runtime, once a compiled kernel was loaded.
+            ctypes.CDLL(library, mode=os.RTLD_DEEPBIND)
+            self.module = tvm_ffi.load_module(library)
         self.function = self.module.kernel
 
     def __call__(self, *arguments: Any) -> None:
@@ -269,49 +253,16 @@ def _argument(a):
     return tuple(map(_argument, a)) if isinstance(a, (tuple, list)) else a
 
 
-def compile_to_ptx(arch: str, entry: Any, arguments: tuple) -> Any:
-    """What `Emulated` takes. ptxas runs, too, as quickly as it can: nobody reads the machine code."""
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        return compile_for(arch, entry, *arguments, options=f"--keep-ptx --ptxas-options -O1 --dump-dir {folder}")
-
-
 def emulate_entry(arch: str, entry: Any, arguments: tuple, change: Callable[[str], str] | None = None) -> Emulated:
     """Compile `entry` for the fakes of its arguments; the result is called with CPU tensors in their place.
 
     `change`: of the PTX, for tests that plant faults in it.
     """
-    return Emulated(compile_to_ptx(arch, entry, arguments), change)
-
-
-SHARED = "CUTE_KERNELS_EMULATED"  # a folder of kernels that several processes of tests need
-
-
-def _keep(facts: Any, folder: Path) -> None:
-    """Put the kernel of facts into a folder that is there as soon as it is whole."""
-    family = family_of(facts)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as part:
-        part = Path(part, "whole")
-        part.mkdir()
-        compiled = compile_to_ptx(facts.arch, family.entry(facts), family.arguments(facts))
-        host_library(compiled, part)
-        Path(part, "kernel.ptx").write_text(ptx_of(compiled))
-        with contextlib.suppress(OSError):  # another process was first
-            part.rename(folder)
+    return Emulated(compile_for(arch, entry, *arguments, keep_cubin=True), change)
 
 
 @functools.lru_cache(maxsize=256)
 def emulated(facts: Any) -> Callable:
-    """The kernel of facts of a registered family, as `families.function_for` gives it on a machine with a GPU.
-
-    Where the environment names a folder, it is compiled once for all processes: tests that change how kernels are
-    compiled take that name away.
-    """
-    family = family_of(facts)
-    if shared := os.environ.get(SHARED):
-        key = entry_key(facts, source_fingerprint(), {**versions(), "machine": machine_library().name})
-        folder = Path(shared, key)
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            _keep(facts, folder)
-        return Emulated.kept(folder)
-    return emulate_entry(facts.arch, family.entry(facts), family.arguments(facts))
+    """The kernel of facts of a registered family, as `families.function_for` gives it on a machine with a GPU."""
+    with compiled(facts) as folder:
+        return Emulated.of_folder(folder)
