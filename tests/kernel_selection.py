@@ -45,6 +45,7 @@ def features_of_attention(facts: FlashFacts | BackwardFacts) -> set:
     blocks, kind = facts.blocks, (facts.path, facts.family)
     dims = facts.head_dim, facts.head_dim_v
     terms = facts.window, facts.softcap, getattr(facts, "lse", None), facts.packed
+    terms += facts.offsets, getattr(facts, "grad_dtype", None)
     found = {
         (kind, "configuration", facts.config, dims),
         (kind, "terms", terms, blocks is None),

@@ -39,6 +39,8 @@ TERMS = {
     "causal": {"causal": True},
     "window": {"window_size": (70, 0)},
     "both sides": {"window_size": (40, 90)},
+    "deterministic": {"causal": True, "deterministic": True},
+    "deterministic window": {"window_size": (70, 0), "deterministic": True},
     "softcap": {"causal": True, "softcap": 2.0},
     "score_mod": {"score_mod": "score"},
     "causal score_mod": {"causal": True, "score_mod": "score"},
@@ -156,12 +158,13 @@ def test_kernels(name, path):
 
 @COMPILER
 @PATHS
-@pytest.mark.parametrize("name", ["both sides", "causal score_mod", "tables"])
+@pytest.mark.parametrize("name", ["both sides", "deterministic", "causal score_mod", "tables"])
 def test_gradients_of_kernels(name, path):
-    case = Case(TERMS[name], B=1, H=2 if name == "both sides" else 4)
+    tables = name == "tables"
+    case = Case(TERMS[name], 256 if tables else 230, B=1, H=4 if tables or "score_mod" in name else 2)
     expected = case.gradients()
     with on_emulator("sm_90", sms=3, path=path):
-        check_gradients(case, 128, expected, 0.03)
+        check_gradients(case, 128 if tables else 115, expected, 0.03)
 
 
 def test_alignment():

@@ -65,12 +65,13 @@ def unsupported(facts: BackwardFacts) -> str | None:
 
 
 def has_registers_ahead(facts: BackwardFacts) -> bool:
-    """Whether scores may be computed ahead. Element masks and a cap, one at head dimension 128, need the registers."""
+    """True if scores may be computed ahead. Element masks and a cap, at head dimension 128 one of them or FP32
+    gradients, which are not packed before the last products, need the registers."""
     if facts.score is not None:
         return False
     wide = max(facts.head_dim, facts.head_dim_v) == 128
     if facts.blocks is None or facts.blocks.mask is None:
-        return not (wide and facts.softcap)
+        return not (wide and (facts.softcap or facts.grad_dtype))
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
 
 
@@ -96,6 +97,8 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:
         configs += tiles[dim].variants(facts.deterministic)
+    if facts.grad_dtype and dim == 128:  # with several buffers of sums they spill
+        configs = [config for config in configs if getattr(config, "sums", 1) == 1]
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90

@@ -26,14 +26,14 @@ def store_fragment(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, t
 @cute.jit
 def store_fp32(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr):
     """The same in FP32, two neighbouring columns at a time."""
+    values = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for r in range_constexpr(2 * tiles_m):
-        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * FP32
-        for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
-            pair = cute.make_rmem_tensor(2, Float32)
-            values = cute.make_tensor(acc.iterator + 2 * (r + 2 * tiles_m * i), cute.make_layout(2))
-            for j in range_constexpr(2):
-                pair[j] = values[j]
-            if row + 8 * r < rows:
+        if row + 8 * r < rows:
+            at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * FP32
+            for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
+                pair, first = cute.make_rmem_tensor(2, Float32), const_expr(2 * (r + 2 * tiles_m * i))
+                for j in range_constexpr(2):
+                    pair[j] = values[first + j]
                 place = make_ptr(Float32, at + i * (8 * FP32), AddressSpace.gmem, assumed_align=2 * FP32)
                 cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
 

@@ -82,6 +82,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
             facts = FlashFacts(spec.target, path, None, lse=True)
             yield pick(replace(facts, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
             yield pick(replace(facts, blocks=BlockKind(128, 128, None), score=SCORES["bias"]), EXTENTS)
+            yield pick(replace(facts, window=WindowKind(right=True), score=SCORES["slopes"], offsets=True), EXTENTS)
+            yield pick(replace(facts, blocks=BlockKind(128, 128, MASKS["tensors"]), offsets=True), EXTENTS)
             packed = replace(facts, packed=True)
             yield pick(replace(packed, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
             yield pick(replace(packed, score=SCORES["bias"].kept_inside), EXTENTS)
