@@ -193,7 +193,6 @@ def test_plans():
         V = random_bsr((8192, 8192), block, per_row=8).prune_2_4().quantize().to("meta")
         plan = explain(bsr_linear, x, V, arch="sm_90")
         assert plan.facts.family == "bsr24" and plan.facts.promotes and "times the scale of their block" in str(plan)
-        assert explain(bsr_linear, x[:1], V, arch="sm_90").facts.config.tile_n <= 32
     V = random_bsr((512, 512), (128, 128), per_row=2).prune_2_4().quantize(per="tensor")
     fast = explain(bsr_linear, x[:512, :512], V.to("meta"), use_fast_accum=True, arch="sm_90")
     assert "fewer bits than fp32" in str(fast)

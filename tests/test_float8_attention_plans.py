@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -78,19 +77,6 @@ def test_values_lie_as_in_shared_memory(tile):
 def test_p_fits():
     facts = Float8Facts("sm_90a", "sm_90", None, fast=True)
     assert 2 ** (HEADROOM + facts.rescale_threshold) <= LARGEST == torch.finfo(E4M3).max
-
-
-def test_measured_tiles():
-    """2 x 16 heads of 128, 8192 queries and keys; fast 128x192 would spill with a cap or a score_mod."""
-    facts = Float8Facts("sm_90a", "sm_90", None, fast=True)
-
-    def tile_of(right: int | None, **more) -> tuple:
-        config = choose.pick(replace(facts, **more), choose.Extents(32, 8192, 8192, None, right, 132)).config
-        return config.tile_m, config.tile_n
-
-    assert tile_of(None) == (192, 96) and tile_of(0) == (128, 192) and tile_of(0, packed=True) == (128, 192)
-    assert tile_of(0, softcap=True) == (128, 128)
-    assert tile_of(None, fast=False) == (192, 80) and tile_of(0, fast=False) == (128, 128)
 
 
 def test_rings_fit():

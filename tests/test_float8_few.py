@@ -80,12 +80,6 @@ def test_few_tokens_take_this_kernel(arch, per, block):
     assert (others.facts.family == "skinny") is only is any("slow: only the skinny" in note for note in others.notes)
 
 
-def test_a_last_resort_has_wide_tiles():
-    W = random_bsr((256, 512), (32, 32), density=0.5).quantize()
-    for n in (17, 300):
-        assert explain(bsr_linear, numbers(n, 512), W, arch="sm_80").facts.config.tile_n == 16
-
-
 def test_fast_accumulation_changes_nothing():
     W, x = sparse(per="tensor"), numbers(8, 320)
     plans = [explain(bsr_linear, x, W, arch="sm_90", use_fast_accum=fast) for fast in (False, True)]

@@ -264,12 +264,10 @@ def meta(M: int, K: int, dtype=BF16) -> Sparse24:
 
 
 def test_plans():
-    """Large products share B in a cluster; explain says what runs."""
+    """explain says what runs."""
     b = torch.empty(8192, 8192, dtype=BF16, device="meta")
     plan = explain(gemm, meta(8192, 8192), b, arch="sm_90")
-    assert plan.facts.family == "sparse24" and plan.facts.config.cluster_m == 2 and "2:4" in str(plan)
-    config = explain(gemm, meta(512, 8192), b[:, :64], arch="sm_90").facts.config
-    assert config.tile_m * config.tile_n < 128 * 256
+    assert plan.facts.family == "sparse24" and "2:4" in str(plan)
     assert explain(gemm, b, b, arch="sm_90").facts.family == "dense"
     assert "CPU" in str(explain(gemm, Sparse24.from_dense(pruned(8, 8)), torch.randn(8, 8).to(BF16)))
 

@@ -222,12 +222,10 @@ def test_plans():
 
     b = torch.empty(8192, 8192, dtype=E4M3, device="meta")
     plan = explain(gemm, meta(8192, 8192), b.t(), arch="sm_90")
-    assert plan.facts.family == "sparse24" and plan.facts.promotes and plan.facts.config.cluster == 2
+    assert plan.facts.family == "sparse24" and plan.facts.promotes
     assert "promoted to fp32 after every" in str(plan) and "copied" not in str(plan)
     fast = explain(gemm, meta(8192, 8192), b, use_fast_accum=True, arch="sm_90")
     assert "fewer bits than fp32" in str(fast) and "b is copied" in str(fast)
-    config = explain(gemm, meta(512, 8192), b[:64].t(), arch="sm_90").facts.config
-    assert config.tile_m * config.tile_n < 128 * 256
 
 
 def refusals() -> list:
