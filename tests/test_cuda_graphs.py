@@ -88,7 +88,7 @@ def grouped_case(device) -> Case:
         if i % 20 == 0:
             ends = torch.tensor([0, 64, 64, 64 * (i + 1)], dtype=torch.int32, device=device)
             with torch.no_grad():
-                layer(normal(64 * (i + 1), SIDE, device=device), ends, 64)
+                layer(normal(64 * (i + 1), SIDE, device=device), ends, group_rows=64)
         layer.weight.derived(("test", i), lambda: (torch.zeros(64, device=device),))
 
     return Case([x, layer.values], lambda x, values: layer(x, offsets, group_rows=64), other)

@@ -356,7 +356,7 @@ def test_what_has_no_precision():
     with pytest.raises(ValueError, match=r"transposed view of blocks of float32.*W.transpose\(\)"):
         explain(bsr_matmul, W.t(), x, arch="sm_90", precision="tf32")
     sparse = Sparse24.from_dense(cute_kernels.prune_2_4(numbers(64, 64).to(BF16)))
-    with pytest.raises(ValueError, match="precision belongs to float32 operands"):
+    with pytest.raises(ValueError, match="precision is for float32 operands"):
         gemm(sparse, numbers(64, 32).to(BF16), precision="tf32")
     V = random_bsr((64, 64), (64, 64), density=1.0).prune_2_4()
     with pytest.raises(ValueError, match="a Bsr24 has no float32 values"):

@@ -1,4 +1,4 @@
-"""Which kernels there are for products with a 2:4 sparse A, what they ask, and what they cost."""
+"""Configurations of GEMM kernels with a 2:4 sparse A: candidates, legality, cost, catalogue."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ from ..matmul.problem import Problem
 from ..tile.element import Element, element_of
 from .format import SLAB, SPAN, WORDS
 
-STORED = 2  # of so many columns one is stored
-SMEM_BYTES_PER_CLOCK = 128  # that WGMMA reads
-MMA_BYTES = 64  # of K of a sparse WGMMA, of B
-PROMOTED_COLUMNS = 128  # of a product whose sums are promoted, at most
-PROMOTED_WAIT = 40  # clocks for each of them that the tensor cores are idle: an estimate
+STORED = 2  # columns per stored column
+SMEM_BYTES_PER_CLOCK = 128  # read by WGMMA
+MMA_BYTES = 64  # of B along K per sparse WGMMA
+PROMOTED_COLUMNS = 128  # of one WGMMA under promoted accumulation, at most
+PROMOTED_WAIT = 40  # clocks per such WGMMA in which tensor cores idle: an estimate
 
 
 @dataclass(frozen=True)
 class Sparse24Config(GemmConfig):
-    """GemmConfig of a product with a 2:4 sparse A; `tile_k` counts columns of the whole A, half of which are stored."""
+    """GemmConfig with a 2:4 sparse A; `tile_k` counts columns of the whole A, half of which are stored."""
 
     family: ClassVar[str] = "sparse24"
     waits: ClassVar[bool] = True
@@ -30,12 +30,12 @@ class Sparse24Config(GemmConfig):
 
     @property
     def metadata_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of metadata per stage."""
         return self.tile_m // SLAB * (self.tile_k // SPAN) * WORDS * 4
 
     @property
     def stage_elements(self) -> int:
-        """A, B and metadata."""
+        """Elements of A, B and metadata per stage."""
         metadata = self.metadata_bytes // self.element_bytes
         return self.tile_m * self.tile_k // STORED + self.tile_n * self.tile_k + metadata
 
@@ -49,14 +49,14 @@ class Sparse24Config(GemmConfig):
 
 @dataclass(frozen=True)
 class Sparse24Float8Config(Sparse24Config):
-    """Those of 8-bit floats. Promoted sums are those of a K-tile."""
+    """FP8 configurations. Promoted accumulation adds one partial sum per K-tile."""
 
     element_bytes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
 class Sparse24Sm80Config(Sparse24Config):
-    """Those of the mma.sync path, whose metadata go from global memory to registers."""
+    """Configurations of the mma.sync path, which loads metadata from global memory to registers."""
 
     @property
     def metadata_bytes(self) -> int:
@@ -65,15 +65,15 @@ class Sparse24Sm80Config(Sparse24Config):
 
 @dataclass(frozen=True)
 class Sparse24Float8Sm80Config(Sparse24Sm80Config):
-    """Those of 8-bit floats, on sm_89."""
+    """FP8 configurations of sm_89."""
 
     element_bytes: ClassVar[int] = 1
 
 
 def candidates_sm80(spec: ArchSpec, element: Element) -> list[Sparse24Sm80Config]:
-    """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
+    """Configurations of the mma.sync path, best first; the architecture's shared memory bounds their stages.
 
-    An MMA step takes twice a dense one's registers of B, so a warp's part has 64 accumulators a thread.
+    An MMA step needs twice as many registers for B as a dense one, so a warp's part has 64 accumulators per thread.
     """
     shapes = [(128, 128, 2, 4), (128, 64, 2, 2), (64, 128, 1, 4), (64, 64, 2, 2)]
     kind, k = (Sparse24Float8Sm80Config, 2 * SPAN) if element.width == 1 else (Sparse24Sm80Config, SPAN)
@@ -82,10 +82,10 @@ def candidates_sm80(spec: ArchSpec, element: Element) -> list[Sparse24Sm80Config
 
 
 def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
-    """Configurations worth trying, best first among equals.
+    """Configurations worth trying; among equal costs the first one is taken.
 
-    By the model of `clocks`: those with products of 256 columns read the fewest bytes of shared memory for each
-    multiplication, and a cluster that shares B the fewest from L2.
+    In the model of `clocks`, WGMMAs of 256 columns read the fewest bytes of shared memory per multiplication, and a
+    cluster that shares B reads the fewest bytes from L2.
     """
     shapes = [
         # tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring
@@ -110,10 +110,10 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
 
 
 def float8_candidates(shapes: list, own: list, spec: ArchSpec, element: Element) -> list[Sparse24Float8Config]:
-    """Those of 8-bit floats, of the shapes of 16-bit elements: as many bytes of K.
+    """FP8 configurations: the shapes of 16-bit elements with as many bytes of K.
 
-    For promoted sums there is 128x128 with K-tiles of 256 columns, of which four stages fit: half as many additions,
-    and waits.
+    Promoted accumulation also has 128x128 with K-tiles of 256 columns, of which four stages fit: half as many
+    additions and waits.
     """
     long = (128, 128, 128, 2, 1, 2, 1, 1, 1)
     rings = [(shape, 1) for shape in (*shapes, long)] + [(shape, 2) for shape in own]
@@ -122,34 +122,34 @@ def float8_candidates(shapes: list, own: list, spec: ArchSpec, element: Element)
 
 
 def of_shape(kind: type, shape: tuple, spec: ArchSpec, element: Element, rings: int = 1) -> Sparse24Config:
-    """A configuration with as many stages as fit; shape: its counts but for them, in the order of `candidates`."""
+    """A configuration with as many stages as fit; shape: its other counts in the order of `candidates`."""
     m, n, k, warps_m, warps_n, cluster_m, cluster_n, groups, ring = shape
     cfg = kind(m, n, k, 0, warps_m, warps_n, cluster_m, cluster_n, groups, ring, rings=rings)
     return with_stages(cfg, spec, element, ring * warps_m * warps_n * groups * 64 * 128)
 
 
 def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
-    """As cost.cost, with K-tiles of `k_tile_clocks`."""
+    """Estimated clocks, like cost.cost with the K-tiles of `k_tile_clocks`."""
     k_tile = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, promotes(problem))
     loop = max(1.0, problem.extents.K / cfg.tile_k) * max(k_tile)
     return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
 
 
 def promotes(problem: Problem) -> bool:
-    """Whether sums of K-tiles are added up in fp32."""
+    """True if partial sums of K-tiles are promoted to FP32."""
     return problem.width == 1 and not problem.use_fast_accum
 
 
 def k_tile_clocks(
     cfg: Sparse24Config, width: int, l2_bytes_per_clock: float, promoted: bool = False
 ) -> tuple[float, float]:
-    """Of one K-tile: (products, loads). Products are twice as fast as dense ones, or as fast as shared memory feeds
-    them.
+    """Clocks of one K-tile: (WGMMA, loads). Sparse WGMMA is twice as fast as dense, or as fast as shared memory feeds
+    it.
 
-    WGMMA reads B once for every 64 rows of A: of a product of 64 x n x 32 of 16 bits, or x 64 of 8, it reads 32 bytes
-    of each row of A and 64 of each column of B. The tensor cores take n / 2 clocks for that, and 128 bytes a clock
-    n / 2 + 16. Promoted products have at most 128 columns, and each reads A; a wait for one is hidden by the other
-    warpgroup's, but for a part: an estimate.
+    WGMMA reads B once per 64 rows of A: for 64 x n x 32 elements of 16 bits, or x 64 of FP8, it reads 32 bytes of each
+    row of A and 64 of each column of B. Tensor cores take n / 2 clocks for that, shared memory at 128 bytes a clock
+    n / 2 + 16. Promoted WGMMAs have at most 128 columns, and each reads A; the other warpgroup hides most of the wait
+    for one. The rest is an estimate.
     """
     if isinstance(cfg, Sparse24Sm80Config):
         mma, loads = cost.k_tile_clocks(cfg, width, l2_bytes_per_clock)
@@ -166,51 +166,51 @@ def k_tile_clocks(
 
 
 def unsupported(facts: GemmFacts) -> str:
-    """What a 2:4 sparse A asks, and then what all kernels of its path do."""
+    """The reason why these facts are not supported, or an empty string: of a 2:4 sparse A, then of its path."""
     if reason := legality.general(facts):
         return reason
     if facts.majors[0] != "k" or facts.ranks != (2, 2, 2) or facts.block is not None:
-        return "a 2:4 sparse A is one matrix, contiguous along K, and so are b and the result single matrices"
+        return "with a 2:4 sparse A, all operands must be single matrices, and A contiguous along K"
     return of_stored_halves(facts)
 
 
 def of_stored_halves(facts: GemmFacts) -> str:
-    """What the kernels of both paths ask of products with an A of which half is stored."""
+    """`unsupported` for any A of which half is stored, on both paths."""
     cfg, spec = facts.config, facts.epilogue
     if spec.stores_z or spec.gated:
-        return "a 2:4 sparse A with a second result or a gate in the epilogue: there is none yet"
+        return "a 2:4 sparse A does not support a second result or a gate in the epilogue"
     if spec.scales_blocks:
-        return "a 2:4 sparse A with scales of 1x128 or 128x128; one value, or one for each row or column, can be had"
+        return "a 2:4 sparse A does not support scales of 1x128 or 128x128; use one per tensor, row or column"
     if facts.element.width != cfg.element_bytes:
-        return f"tile {cfg}: a configuration of operands of {8 * cfg.element_bytes} bits"
+        return f"tile {cfg}: a configuration for {8 * cfg.element_bytes}-bit operands"
     if facts.element.width == 1 and facts.path == "sm_80" and min(facts.aligns[:2]) < 4:
         return (
-            f"rows or addresses of {facts.dtype} operands that are no multiples of 4 bytes, the least that cp.async "
-            "copies: K is to be a multiple of 8 (pad W and b with zeros)"
+            f"rows and addresses of {facts.dtype} operands must be multiples of 4 bytes, the least that cp.async "
+            "copies; K must be a multiple of 8 (pad W and b with zeros)"
         )
     line = 2 * SPAN // facts.element.width
     if cfg.tile_k not in (line, 2 * line) or cfg.tile_m % SLAB or cfg.split > 1:
-        return f"tile {cfg}: metadata are those of {SLAB} rows and {line} or {2 * line} columns; K is not split"
+        return f"tile {cfg}: needs multiples of {SLAB} rows, {line} or {2 * line} columns of K, and no split-K"
     if (facts.path == "sm_80") != isinstance(cfg, Sparse24Sm80Config):
-        return f"tile {cfg}: a configuration of the other path"
+        return f"tile {cfg}: a configuration for the other path"
     if facts.path == "sm_90":
         sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * 128)
         direct = sums == 128 and cfg.tile_m > SLAB * cfg.warps_m and not facts.tma_store
         if (sums > 128 or direct) and spec.scales_each and not spec.is_light:  # compiled: 8 to 192 bytes of stack
-            return f"{sums} accumulators a thread leave no registers for scales of rows or columns and such an epilogue"
+            return f"{sums} accumulators per thread leave no registers for row or column scales with this epilogue"
         return legality.tma_operands(facts) or legality.sm90(facts)
     span_m, span_n, threads = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n, 32 * cfg.warps_m * cfg.warps_n
     accumulators = span_m * span_n // 32
     fragments = 2 * (span_m // 16 * 4 + span_n // 8 * 4) + 2 * cfg.tile_k // SPAN * span_m // 16  # and metadata
     registers = min(255, 65_536 // threads)
     if accumulators + fragments + legality.SM80_OTHER_REGISTERS > registers:
-        return f"{accumulators} accumulators and {fragments} operand registers a thread, of {registers}"
+        return f"{accumulators} accumulators and {fragments} operand registers per thread exceed {registers}"
     return legality.sm80(facts)
 
 
 def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
-    """Add problems: too few products for the steps of a K-tile, FP8 operands that are not multiplied as such, promoted
-    accumulators that are not added."""
+    """Add to `problems`: too few MMAs for the steps of a K-tile, FP8 operands that are multiplied with 16 bits,
+    promoted accumulation with too few additions."""
     cfg, codes, found = facts.config, resources.opcodes, list(problems)
     rows = cfg.tile_m // (64 * cfg.warps_m)
     if facts.element.width > 1:
@@ -218,20 +218,20 @@ def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
             found.append(f"{resources.hgmma} HGMMA for {steps} steps of a K-tile")
         return found
     if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
-        found.append(f"{wide} products of 16 bits in a kernel of {facts.dtype}")
+        found.append(f"{wide} 16-bit MMAs in a kernel for {facts.dtype}")
     name, threads = ("QGMMA", 128) if facts.warp_specialised else ("QMMA", 32)
     if (products := codes.get(name, 0)) < (steps := max(1, rows) * cfg.tile_k // MMA_BYTES):
         found.append(f"{products} {name} for {steps} steps of a K-tile")
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * threads)
     added = "FFMA" if facts.block is not None and facts.block.scaled else "FADD"
     if facts.promotes and codes.get(added, 0) < sums:
-        found.append(f"{codes.get(added, 0)} {added} for {sums} sums a thread: they are not promoted to fp32")
+        found.append(f"{codes.get(added, 0)} {added} for {sums} accumulators per thread: not promoted to FP32")
     return found
 
 
 def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
-    """Of 8-bit floats: each configuration with sums of both kinds, plain and with scales and the heaviest epilogue; one
-    with what else varies."""
+    """FP8 kernels: each configuration with promoted and fast accumulation, plain and with scales and the most expensive
+    epilogue; other variations with one configuration."""
     if quick or not spec.float8:
         return
     element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
@@ -252,7 +252,7 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
         for config in family.candidates(spec.path, None, spec, element):
             yield catalogue.dense(spec, spec.path, config, **terms)
             loaded = replace(catalogue.COL, **each)
-            if fast:  # with 192 sums there is no residual
+            if fast:  # with 192 accumulators a residual is not supported
                 loaded = replace(loaded, residual=None)
             yield catalogue.dense(spec, spec.path, config, **terms, epilogue=loaded)
         for change in changes:
@@ -262,7 +262,7 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
 
 
 def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
-    """The catalogue: each configuration plain and with the heaviest epilogue; one with what else varies."""
+    """The catalogue: each configuration plain and with the most expensive epilogue; other variations with one."""
     usual, path = {"aligns": (element.vector,) * 3}, spec.path
     fp32, direct = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}
     configs = family.candidates(path, None, spec, element)

@@ -1,8 +1,8 @@
-"""The metadata of torch's semi-structured tensors, as its CUTLASS backend stores them.
+"""Metadata of torch's semi-structured tensors in the layout of its CUTLASS backend.
 
-torch.sparse._semi_structured_conversions says so: of M rows and K columns of 16 bits meta is (M, K / 16) int16, a
-word for each row and four groups of 4, two bits for the place of each stored element. Words are stored in another
-order. Of float32 a group is two elements, and meta (M, K / 8): the places of the halves of the one that is stored.
+As torch.sparse._semi_structured_conversions has it: for M rows and K columns of 16-bit elements, meta is (M, K / 16)
+int16, a word per row and four groups of 4, with two bits for the position of each stored element. Words are permuted.
+For float32 a group is two elements and meta is (M, K / 8): the positions of the two halves of the stored element.
 """
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 
 
 def order_of_cutlass(M: int, words: int, device) -> Tensor:
-    """(M * words,) where torch's CUTLASS tensors of 16 bits store the word of (row, 16 columns), row by row.
+    """(M * words,) positions at which torch's CUTLASS tensors of 16-bit elements store the word of (row, 16 columns).
 
-    Each word is that of four groups. Of 32 rows, row 8 j + g is stored as row 4 g + j; of every two rows and two words
-    the upper right and the lower left one change places; and words are stored two columns at a time, all rows of those
-    before the next two.
+    Row 8 j + g of every 32 rows is stored as row 4 g + j. In every 2x2 words, the upper right and the lower left one
+    are swapped. Words are stored two columns at a time, all rows of two columns before the next two.
     """
     row = torch.arange(M, device=device)[:, None]
     column = torch.arange(words, device=device)[None]
@@ -25,7 +24,7 @@ def order_of_cutlass(M: int, words: int, device) -> Tensor:
 
 
 def places_of_cutlass(meta: Tensor) -> Tensor:
-    """The places (M, 4 * words, 2) int64 of a torch CUTLASS tensor's meta (M, words) int16."""
+    """The places (M, 4 * words, 2) int64 from a torch CUTLASS tensor's meta (M, words) int16."""
     M, words = meta.shape
     found = meta.flatten()[order_of_cutlass(M, words, meta.device)].to(torch.int64).view(M, words, 1)
     bits = (found >> 4 * torch.arange(4, device=meta.device)).flatten(1)
@@ -33,7 +32,7 @@ def places_of_cutlass(meta: Tensor) -> Tensor:
 
 
 def meta_of_cutlass(places: Tensor) -> Tensor:
-    """(M, K / 16) int16, as torch's CUTLASS tensors have it, of the places (M, K / 4, 2)."""
+    """meta (M, K / 16) int16 of a torch CUTLASS tensor, from the places (M, K / 4, 2)."""
     M, groups, _ = places.shape
     bits = (places[..., 0] | places[..., 1] << 2).view(M, groups // 4, 4)
     words = (bits << 4 * torch.arange(4, device=places.device)).sum(-1)

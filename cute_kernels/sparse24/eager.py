@@ -1,4 +1,4 @@
-"""gemm with a Sparse24 as it runs: validate, plan, launch. See cute_kernels.eager, whose steps these are."""
+"""Eager gemm with a Sparse24: validate, plan, launch, as in cute_kernels.eager."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,11 +26,11 @@ def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None,
 ):  # fmt: skip
-    """ops.gemm where an operand is a Sparse24."""
+    """ops.gemm with a Sparse24 operand."""
     _check_kind(a, b, accumulation_dtype)
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
-    if a.shape[1] == 0:  # a sum over nothing, which the dense kernel knows
+    if a.shape[1] == 0:  # an empty sum, which the dense kernel handles
         scales = {"scale_a": scale_a, "scale_b": scale_b, "use_fast_accum": use_fast_accum}
         return eager.gemm(a.to_dense(), b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, **scales)
     tensors = (a.values, b) if out is None else (a.values, b, out, a.metadata)
@@ -86,24 +86,22 @@ def parts(a, b) -> tuple:
 
 
 def _check_kind(a, b, accumulation_dtype) -> None:
-    """What a product with a Sparse24 has not."""
+    """Raise for a Sparse24 b and for accumulation_dtype, which are not supported."""
     if not isinstance(a, Sparse24):
-        raise TypeError("gemm: b is a Sparse24, which only a may be; multiply the transposes, gemm(W, a.mT).mT")
+        raise TypeError("gemm: only a may be a Sparse24, got one for b; multiply the transposes, gemm(W, a.mT).mT")
     if accumulation_dtype is not None:
         raise ValueError(
-            f"{OP}: accumulation_dtype={accumulation_dtype}; its kernels add up in fp32 (leave it out), and "
-            "gemm(a.to_dense(), b) takes it"
+            f"{OP}: accumulation_dtype is not supported, got {accumulation_dtype}; its kernels accumulate in FP32 "
+            "(leave it out), or call gemm(a.to_dense(), b)"
         )
 
 
 def check_wide(scale_out, amax, precision=None) -> None:
-    """Its output has no scale and no amax, and its operands are of at most 16 bits."""
+    """Raise for scale_out, return_amax and precision, which are not supported."""
     if precision is not None:
-        raise ValueError(f"{OP}: precision belongs to float32 operands, which it does not have (leave it out)")
+        raise ValueError(f"{OP}: precision is for float32 operands, which are not supported (leave it out)")
     if scale_out is not None or amax is not None:
-        raise ValueError(
-            f"{OP}: scale_out and return_amax belong to float8 outputs, which it does not have; use quantize"
-        )
+        raise ValueError(f"{OP}: scale_out and return_amax are for FP8 outputs, which are not supported; use quantize")
 
 
 def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
@@ -111,8 +109,8 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
     checks.check_tensor(f"{OP}: b", b)
     if b.dim() != 2:
         raise ValueError(
-            f"{OP}: b has {b.dim()} dimensions; it must be a matrix (K, N): fold a batch into its columns, or multiply "
-            "each item"
+            f"{OP}: b must be a matrix (K, N), got {b.dim()} dimensions; fold the batch into its columns, or multiply "
+            "each matrix"
         )
     checks.check_operands(OP, kernel=plans_kernel(a.device), also=tuple(FLOAT8), a=a.values, b=b)
     (M, K), N = a.shape, b.shape[-1]
@@ -139,7 +137,7 @@ def _plan(a: Sparse24, b, terms: Terms, out, out_dtype) -> Plan:
 
 
 def _plan_kernel(plan: Plan, a: Sparse24, b, terms: Terms, out, spec) -> None:
-    """Fill in the kernel."""
+    """Choose the kernel and add it to the plan."""
     from ..runtime.families import function_for
 
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None else out

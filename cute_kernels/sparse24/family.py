@@ -1,4 +1,4 @@
-"""The family of products with a 2:4 sparse A, which cute_kernels.gemm of a Sparse24 takes."""
+"""The family of GEMM kernels with a 2:4 sparse A, for cute_kernels.gemm with a Sparse24."""
 
 from ..arch import ArchSpec, arch_named
 from ..matmul import cost
@@ -13,8 +13,8 @@ from . import config
 
 
 class Sparse24Family(ProductFamily):
-    """gemm of a Sparse24; its facts' a is the stored half. It has no `ops`: bundles hold none of its kernels, which are
-    compiled on their first call."""
+    """gemm with a Sparse24; `a` in its facts is the stored half. It has no `ops`: bundles do not contain its kernels,
+    which are compiled on their first call."""
 
     name = config.Sparse24Config.family
     features = frozenset(("float8",))

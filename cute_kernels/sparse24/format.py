@@ -1,31 +1,32 @@
-"""2:4 structured sparsity: of every 4 neighbours in a row at most 2 are not zero, and only 2 are stored.
+"""2:4 structured sparsity: at most 2 of every 4 neighbors in a row are nonzero, and only 2 are stored.
 
-Two tensors make a matrix of M rows and K columns:
+A matrix of M rows and K columns consists of two tensors:
 
-    values      (M, K / 2): of each group of 4 the two stored elements, in their order
-    metadata    which two of 4 they are, 2 bits for each; as sparse WGMMA reads it, and mma.sp
+    values      (M, K / 2): the two stored elements of each group of 4, in their order
+    metadata    their positions in the group, 2 bits each, in the layout that sparse WGMMA and mma.sp read
 
-Of a group of 4 bits 0 and 1 are the place of its first stored element, bits 2 and 3 that of the second. 64 rows and 64
-columns are 128 words of 32 bits, word t for thread t of a warpgroup, whose four warps have 16 rows each:
+Each group has 4 bits of metadata: bits 0 and 1 are the position of its first stored element, bits 2 and 3 that of the
+second. 64 rows and 64 columns have 128 words of 32 bits, word t for thread t of a warpgroup, whose four warps have 16
+rows each:
 
     metadata    (K / 64, M / 64, 128) int32; M rounded up to 256, K to 128
 
-Row tiles of 64, 128 or 256 rows find what they need of 64 columns in one piece of memory, which a warp reads in order.
-What is only there to fill up has the places 0 and 1, since two equal places are not defined.
+A row tile of 64, 128 or 256 rows finds its metadata of 64 columns in one contiguous piece of memory, which a warp reads
+in order. Padding has the positions 0 and 1, since two equal positions are undefined.
 
-Elements of 16 bits (of 32 and 64 bits, which no kernel multiplies, too). An instruction multiplies 64 rows by 32
-columns. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the figure of mma.sp.m16n8k32) lane 4 g + 2 s + h of
+16-bit elements (and 32-bit and 64-bit ones, which no kernel multiplies): an instruction multiplies 64 rows by 32
+columns. By the PTX ISA ("Sparse WGMMA .m64nNk32 metadata layout", the figure of mma.sp.m16n8k32), lane 4 g + 2 s + h of
 a warp, with g < 8, h < 2 and a sparsity selector s of 0 or 1, has
 
     bits 0 to 15    row g, columns 16 h to 16 h + 15: four groups, the first one in the lowest 4 bits
     bits 16 to 31   row g + 8, the same columns
 
-The other half of the lanes, those of the other selector, is not read. So the words of two instructions, one after the
-other along K, lie in one register of each thread: lanes of s = 0 have the first one's, those of s = 1 the second one's.
+The lanes of the other selector are not read. So one register per thread has the words of two consecutive instructions
+along K: lanes with s = 0 hold the first one's, lanes with s = 1 the second one's.
 
-Elements of 8 bits. An instruction multiplies 64 rows by 64 columns. All lanes have metadata, and the sparsity selector
-is 0. By the ISA ("Sparse WGMMA .m64nNk64 metadata layout", the figures of mma.sp.m16n8k64) lane 4 g + 2 h + r, with
-h < 2 and r < 2, has
+FP8 elements: an instruction multiplies 64 rows by 64 columns. All lanes have metadata, and the sparsity selector is 0.
+By the ISA ("Sparse WGMMA .m64nNk64 metadata layout", the figures of mma.sp.m16n8k64), lane 4 g + 2 h + r, with h < 2
+and r < 2, has
 
     bits 0 to 31    row g + 8 r, columns 32 h to 32 h + 31: eight groups, the first one in the lowest 4 bits
 """
@@ -41,38 +42,42 @@ from .like_tensor import LikeTensor, Transposed24
 
 GROUP = 4  # columns, of which KEPT are stored
 KEPT = 2
-SLAB, SPAN = 64, 64  # rows and columns whose metadata are WORDS words of 32 bits
+SLAB, SPAN = 64, 64  # rows and columns per WORDS words (of 32 bits) of metadata
 WORDS = 128
-ROWS, COLUMNS = 256, 128  # what metadata rounds M and K up to: the highest tile, the longest K-tile
+ROWS, COLUMNS = 256, 128  # metadata rounds M and K up to these: the tallest tile, the longest K-tile
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (*WIDE, *FLOAT8)
 FILL = 0b0100  # places 0 and 1
 
 
 def prune_2_4(w: Tensor) -> Tensor:
-    """w with the 2 smallest magnitudes of every 4 neighbours along the last dimension set to zero.
+    """Set the 2 smallest magnitudes of every 4 neighbors along the last dimension to zero.
 
     Args:
-        w: (..., K) of a floating-point dtype, float8 too, on any device; K a multiple of 4.
+        w: (..., K) with a floating-point dtype, FP8 included, on any device; K must be a multiple of 4.
 
     Returns:
-        A new tensor of w's shape and dtype. Of equal magnitudes the first ones are kept; NaN counts as the largest.
-        A gradient passes to what is kept.
+        A new tensor of w's shape and dtype. Among equal magnitudes the first ones are kept; NaN counts as the largest.
+        Gradients pass to the kept elements.
 
     Raises:
-        TypeError: w is no floating-point tensor.
-        ValueError: K is no multiple of 4.
+        TypeError: w is not a floating-point tensor.
+        ValueError: K is not a multiple of 4.
+
+    Example:
+        >>> prune_2_4(torch.tensor([1.0, -4.0, 2.0, 3.0]))
+        tensor([ 0., -4.,  0.,  3.])
     """
     check_tensor("prune_2_4: w", w)
     if not w.is_floating_point():
-        raise TypeError(f"prune_2_4: w is {w.dtype}; it must be of a floating-point dtype")
+        raise TypeError(f"prune_2_4: w must have a floating-point dtype, got {w.dtype}")
     check_groups("prune_2_4: w", w)
     with torch.no_grad():
         wide = w.detach() if w.dtype.itemsize > 1 else w.detach().to(torch.float32)
         magnitudes = wide.abs().unflatten(-1, (-1, GROUP))  # (..., K / 4, 4)
         order = magnitudes.argsort(dim=-1, descending=True, stable=True)
         keep = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(-1, order[..., :KEPT], True).flatten(-2)
-    if w.dtype.itemsize == 1:  # torch selects no 8-bit floats
+    if w.dtype.itemsize == 1:  # torch.where does not support FP8
         return torch.where(keep, w.detach().view(torch.uint8), 0).view(w.dtype)
     return torch.where(keep, w, 0.0)
 
@@ -80,31 +85,32 @@ def prune_2_4(w: Tensor) -> Tensor:
 def check_groups(name: str, w: Tensor) -> None:
     if w.dim() < 1 or w.shape[-1] % GROUP:
         raise ValueError(
-            f"{name} has shape {tuple(w.shape)}; its last must be a multiple of {GROUP}, of which {KEPT} are kept"
+            f"{name} has shape {tuple(w.shape)}; its last dimension must be a multiple of {GROUP}, of which {KEPT} "
+            "are kept"
         )
 
 
 class Sparse24(LikeTensor):
-    """A matrix of which at most 2 of every 4 neighbours in a row are not zero; `Sparse24.from_dense(w)` makes one.
+    """A 2:4 sparse matrix: at most 2 of every 4 neighbors in a row are nonzero. `Sparse24.from_dense(w)` makes one.
 
     Attributes:
         values: (M, K / 2), contiguous along K / 2, rows at multiples of 16 bytes.
-        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format. Those
-            of float8 are in another order than those of wider elements.
+        metadata: int32 (K / 64, M / 64, 128), K rounded up to 128 and M to 256; see cute_kernels.sparse24.format. Its
+            order differs between FP8 and wider elements.
         shape: torch.Size((M, K)).
 
-    `gemm(W, b)` multiplies it; of float8 with its scale, `gemm(W, b, scale_a=scale)`. So do W @ b, x @ W.t(),
-    torch.matmul of the same and torch.nn.functional.linear(x, W, bias), all without gradients. Immutable but for the
-    contents of `values`; the tensors are shared, not copied.
+    `gemm(W, b)` multiplies it, and with FP8 values `gemm(W, b, scale_a=scale)`. W @ b, x @ W.t(), torch.matmul and
+    torch.nn.functional.linear(x, W, bias) work, too. None of them computes gradients. A Sparse24 is immutable except
+    for the contents of `values`; it shares its tensors.
     """
 
     __slots__ = ("metadata", "shape", "values")
 
     def __init__(self, values: Tensor, metadata: Tensor, shape: tuple[int, int]):
-        """Of tensors as `from_dense` makes them.
+        """Wrap tensors in the layout of `from_dense`.
 
         Raises:
-            TypeError, ValueError: dtypes, shapes, strides or devices do not fit; the contents are not looked at.
+            TypeError, ValueError: dtypes, shapes, strides or devices do not fit. Contents are not checked.
         """
         check_tensor("Sparse24: values", values)
         check_tensor("Sparse24: metadata", metadata)
@@ -122,12 +128,12 @@ class Sparse24(LikeTensor):
                 f"Sparse24: metadata has shape {tuple(metadata.shape)} and strides {metadata.stride()}; of {M}x{K} it "
                 f"is {metadata_shape(M, K)}, contiguous"
             )
-        # Bulk copies read such addresses alone. torch's compiler cannot trace the question; a compiled call's tensors
-        # are those of a layer, which asked it when it was made.
+        # Bulk copies require such addresses. torch.compile cannot trace the check; the tensors of a compiled call
+        # belong to a layer, which was checked when it was made.
         if not torch.compiler.is_compiling() and metadata.storage_offset() * metadata.itemsize % VECTOR_BYTES:
             raise ValueError(
-                f"Sparse24: metadata begins {metadata.storage_offset()} elements into its storage, and must at a "
-                f"multiple of {VECTOR_BYTES} bytes; pass metadata.clone()"
+                f"Sparse24: metadata must begin at a multiple of {VECTOR_BYTES} bytes in its storage, got an offset of "
+                f"{metadata.storage_offset()} elements; pass metadata.clone()"
             )
         if metadata.device != values.device:
             raise ValueError(f"Sparse24: metadata is on {metadata.device}, values are on {values.device}")
@@ -135,16 +141,15 @@ class Sparse24(LikeTensor):
 
     @classmethod
     def from_dense(cls, w: Tensor) -> "Sparse24":
-        """The compressed form of w (M, K) of any strides, K a multiple of 4, in bfloat16, float16, float32, float64,
-        float8_e4m3fn or float8_e5m2.
+        """Compress w (M, K) with any strides, K a multiple of 4, in bfloat16, float16, float32, float64, float8_e4m3fn
+        or float8_e5m2.
 
-        Of `values, scale = quantize(prune_2_4(w), per="row")` it compresses the values; the scale stays as it is.
-
-        On a GPU it waits for the device once, to check w.
+        For FP8, quantize first: `values, scale = quantize(prune_2_4(w), per="row")`, then compress the values and pass
+        the scale to gemm. On a GPU the call synchronizes once, to check w.
 
         Raises:
-            TypeError: w is of another dtype.
-            ValueError: w is no matrix, or a group of 4 has more than 2 elements that are not zero; see prune_2_4.
+            TypeError: w has another dtype.
+            ValueError: w is not a matrix, or a group of 4 has more than 2 nonzeros; see prune_2_4.
         """
         check_tensor("Sparse24.from_dense: w", w)
         if w.dtype not in DTYPES:
@@ -168,15 +173,15 @@ class Sparse24(LikeTensor):
 
     @classmethod
     def from_torch(cls, t: Tensor) -> "Sparse24":
-        """Of what `torch.sparse.to_sparse_semi_structured` makes, with the same stored elements; copies.
+        """Convert a tensor made by `torch.sparse.to_sparse_semi_structured`; copies the stored elements.
 
-        Of torch's CUTLASS tensors metadata are put into sm_90's order: values are those of t, bit by bit, nothing is
-        compressed again, and nothing waits for the device. Of float32 torch keeps 1 of 2, which is 2 of 4.
-        cuSPARSELt's tensors, whose metadata's order NVIDIA does not tell, go by t.to_dense(), a product on their GPU.
+        For torch's CUTLASS tensors only the metadata is reordered: values are bitwise identical, and the call does not
+        synchronize. For float32 torch keeps 1 of 2 elements, which is 2 of 4. cuSPARSELt's metadata layout is not
+        documented, so its tensors are converted by t.to_dense().
 
         Raises:
-            TypeError: t is no such tensor, or of int8 or float8.
-            ValueError: t has only its transpose's compressed form.
+            TypeError: t is not such a tensor, or has dtype int8 or FP8.
+            ValueError: t has only the compressed form of its transpose.
         """
         if not isinstance(t, torch.sparse.SparseSemiStructuredTensor):
             raise TypeError(f"Sparse24.from_torch: t must be a SparseSemiStructuredTensor, got {type(t).__name__}")
@@ -187,19 +192,19 @@ class Sparse24(LikeTensor):
         if t.meta is None or t.meta.dim() != 2:
             return cls.from_dense(t.to_dense())
         places = places_of_cutlass(t.meta)
-        if t.dtype.itemsize == 4:  # a word's four bits are of two elements, which count as four halves
+        if t.dtype.itemsize == 4:  # four bits describe two elements, counted as four halves
             places = places[..., 0].unflatten(-1, (-1, 2)) // 2 + torch.tensor([0, 2], device=places.device)
         return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places, t.dtype.itemsize), tuple(t.shape))
 
     def to_torch(self) -> Tensor:
-        """A torch.sparse.SparseSemiStructuredTensorCUTLASS with the same stored elements, on any device; copies.
+        """Convert to torch.sparse.SparseSemiStructuredTensorCUTLASS, on any device; copies the stored elements.
 
-        torch multiplies by these on sm_80, sm_86 and sm_89 alone. For its cuSPARSELt tensors, which sm_90 multiplies,
-        too: torch.sparse.to_sparse_semi_structured(W.to_dense()).
+        torch multiplies these on sm_80, sm_86 and sm_89 only. For cuSPARSELt tensors, which sm_90 supports, use
+        torch.sparse.to_sparse_semi_structured(W.to_dense()).
 
         Raises:
-            TypeError: values are neither bfloat16 nor float16; torch's tensors of float32 keep 1 of 2.
-            ValueError: M is no multiple of 32, or K of 64, or there are none.
+            TypeError: values are neither bfloat16 nor float16 (for float32, torch keeps 1 of 2).
+            ValueError: M is not a multiple of 32, K is not a multiple of 64, or either is 0.
         """
         M, K = self.shape
         if self.dtype not in (torch.bfloat16, torch.float16):
@@ -223,9 +228,9 @@ class Sparse24(LikeTensor):
         return unpack_metadata(self.metadata, *self.shape, self.dtype.itemsize)
 
     def to(self, *device_or_dtype, **terms) -> "Sparse24":
-        """On another device, or with values of another dtype, by torch.Tensor.to; itself where nothing changes.
+        """Convert device or dtype like torch.Tensor.to; returns self if nothing changes.
 
-        Metadata are put into the order of that dtype. For float8 with a scale see `from_dense`.
+        Metadata is reordered for the new dtype. For FP8 with a scale see `from_dense`.
         """
         values = self.values.to(*device_or_dtype, **terms)
         if values is self.values:
@@ -255,18 +260,19 @@ class Sparse24(LikeTensor):
 
 
 def compress(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(values (..., K / 2), places (..., K / 4, 2) int64, (..., K / 4) bool: groups with too many nonzeros) of w.
+    """Compress w to (values (..., K / 2), places (..., K / 4, 2) int64, (..., K / 4) bool: groups with more than 2
+    nonzeros).
 
-    Of each group the nonzeros first, then zeros, each in their order; and of these the first two, in their order.
+    A group's stored elements are its first two nonzeros, filled up with its first zeros, in ascending position.
     """
     groups = as_bits(w).unflatten(-1, (w.shape[-1] // GROUP, GROUP))
-    nonzero = (groups & 0x7F if w.dtype.itemsize == 1 else groups) != 0  # but for the sign
+    nonzero = (groups & 0x7F if w.dtype.itemsize == 1 else groups) != 0  # ignoring the sign
     places = nonzero.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)[..., :KEPT].sort(dim=-1).values
     return groups.gather(-1, places).flatten(-2).view(w.dtype), places, nonzero.sum(-1) > KEPT
 
 
 def expand(values: Tensor, places: Tensor) -> Tensor:
-    """(..., K) of values (..., K / 2) at places (..., K / 4, 2), contiguous, with zeros where nothing is stored."""
+    """Expand values (..., K / 2) at places (..., K / 4, 2) to a contiguous (..., K), zero elsewhere."""
     bits = as_bits(values)
     groups = bits.new_zeros(*places.shape[:-1], GROUP)
     pairs = bits.unflatten(-1, (places.shape[-2], KEPT))
@@ -274,12 +280,12 @@ def expand(values: Tensor, places: Tensor) -> Tensor:
 
 
 def as_bits(t: Tensor) -> Tensor:
-    """t, or of 8-bit floats, of which torch selects nothing, their bytes."""
+    """t, or its bytes if it is FP8, which torch cannot gather."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def rows_for_tma(values: Tensor) -> Tensor:
-    """The values in rows that begin at multiples of 16 bytes; those of a matrix that is so already."""
+    """values with rows at multiples of 16 bytes; a copy only if they are not."""
     M, columns = values.shape
     step = max(8, VECTOR_BYTES // values.dtype.itemsize)
     if values.stride(-1) == 1 and values.stride(0) % step == 0 or columns % step == 0 and values.is_contiguous():
@@ -290,13 +296,14 @@ def rows_for_tma(values: Tensor) -> Tensor:
 
 
 def metadata_shape(M: int, K: int) -> tuple[int, int, int]:
-    """Of the metadata of M rows and K columns."""
+    """Shape of the metadata of M rows and K columns."""
     return -(-K // COLUMNS) * (COLUMNS // SPAN), -(-M // ROWS) * (ROWS // SLAB), WORDS
 
 
 def pack_metadata(places: Tensor, width: int) -> Tensor:
-    """(K / 64, M / 64, 128) int32, as the head of this file says, of the places (M, K / 4, 2) of stored elements of so
-    many bytes."""
+    """Pack places (M, K / 4, 2) to metadata (K / 64, M / 64, 128) int32, in the layout at the top of this file.
+
+    width: bytes of an element."""
     M, groups, _ = places.shape
     spans, slabs, _ = metadata_shape(M, groups * GROUP)
     bits = places.new_full((slabs * SLAB, spans * SPAN // GROUP), FILL)
@@ -329,12 +336,12 @@ def unpack_metadata(metadata: Tensor, M: int, K: int, width: int) -> Tensor:
 
 
 def joined(bits: Tensor, count: int) -> Tensor:
-    """(M, groups / count) of the 4 bits (M, groups) of each group, the first in the lowest bits."""
+    """Join `count` groups of 4 bits, (M, groups), into one word each, the first group in the lowest bits."""
     return (bits.unflatten(-1, (-1, count)) << 4 * torch.arange(count, device=bits.device)).sum(-1)
 
 
 def reordered(metadata: Tensor, shape: tuple[int, int], of: torch.dtype, to: torch.dtype) -> Tensor:
-    """The metadata of a matrix of this shape, of another dtype."""
+    """Convert metadata of a matrix of this shape from the layout of one dtype to that of another."""
     if (of.itemsize == 1) == (to.itemsize == 1):
         return metadata
     return pack_metadata(unpack_metadata(metadata, *shape, of.itemsize), to.itemsize)

@@ -1,4 +1,4 @@
-"""What a Sparse24 has of torch.Tensor: `@`, the transposed view, sizes, and torch functions on it."""
+"""The tensor interface of Sparse24: `@`, the transposed view, sizes, and torch functions."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 WORKS = (
-    "with a Sparse24 W these work: W @ b, x @ W.t(), torch.matmul and torch.mm of the same, "
-    "torch.nn.functional.linear(x, W, bias) and cute_kernels.gemm(W, b); for anything else take W.to_dense()"
+    "supported with a Sparse24 W: W @ b, x @ W.t(), torch.matmul and torch.mm of the same, "
+    "torch.nn.functional.linear(x, W, bias) and cute_kernels.gemm(W, b); for anything else use W.to_dense()"
 )
-FUNCTIONS = {}  # torch function -> what it is with a Sparse24 among its arguments; see torch_functions.py
+FUNCTIONS = {}  # torch function -> its implementation for a Sparse24 argument; see torch_functions.py
 
 
 class LikeTensor:
-    """What Sparse24 and its transposed view share."""
+    """Base of Sparse24 and its transposed view."""
 
     __slots__ = ()
-    __array_ufunc__ = None  # so that a NumPy array leaves `array @ W` to this class, which says what works
+    __array_ufunc__ = None  # NumPy then passes `array @ W` to this class, whose error says what is supported
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """A torch function that was called with a Sparse24 among its arguments.
+        """Call a torch function that has a Sparse24 among its arguments.
 
         Raises:
-            TypeError: it is none of those that work, which the message lists.
+            TypeError: the function is not supported; the message lists those that are.
         """
         if func not in FUNCTIONS:
             raise TypeError(f"{getattr(func, '__name__', func)} does not take a Sparse24; {WORKS}")

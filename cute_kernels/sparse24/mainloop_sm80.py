@@ -1,13 +1,15 @@
-"""The sm_80 mainloop with a 2:4 sparse A: the plain one's schedule, with mma.sp of 32 columns of 16 bits, of which 16
-are stored, or on sm_89 of 64 of 8 bits, whose sums are promoted step by step.
+"""The sm_80 mainloop with a 2:4 sparse A: the schedule of the dense one with mma.sp.
+
+An mma.sp instruction multiplies 32 columns of 16-bit elements, of which 16 are stored, or on sm_89 64 columns of FP8,
+whose accumulation is promoted step by step.
 
     cp.async     A's stored half, (tile_m, tile_k / 2), and B, (tile_n, tile_k)
-    ldmatrix     of one step 16 rows by 32 stored bytes of A, as of a dense product, and two dense steps of B
-    metadata     from global memory to registers, a K-tile ahead
+    ldmatrix     per step 16 rows by 32 stored bytes of A, as in a dense GEMM, and two dense steps of B
+    metadata     from global memory to registers, prefetched by one K-tile
 
-A warp's 16 rows and 64 columns have 32 words of metadata, one for each lane, in the order in which the instruction
-wants them (format): of 16 bits the lanes of sparsity selector 0 have the first 32 columns', those of selector 1 the
-others'. So a lane loads one word for two steps, or of 8 bits for one, and a warp 128 neighbouring bytes.
+A warp's 16 rows and 64 columns have 32 words of metadata, one per lane, in the order of the instruction (format). For
+16-bit elements the lanes of sparsity selector 0 have the first 32 columns and those of selector 1 the others, so a lane
+loads one word for two steps. For FP8 it loads one word per step. A warp loads 128 contiguous bytes.
 """
 
 from typing import NamedTuple
@@ -20,12 +22,12 @@ from ..tile.ampere import WARP
 from ..tile.ptx import load_vector, sparse_mma
 from .format import KEPT, SPAN
 
-STEPS = 2  # dense ones for each sparse one
+STEPS = 2  # dense MMA steps per sparse one
 WORD = 4  # bytes
 
 
 class MetadataWords(NamedTuple):
-    """A thread's metadata of one K-tile: of each 64 columns, of each 16 rows."""
+    """A thread's metadata of one K-tile, a word per 64 columns and 16 rows."""
 
     start: Int32  # bytes from those of the tile's first 64 rows and 64 columns to this thread's first word
     ahead: cute.Tensor  # (MMA_M, tile_k / 64), loaded last

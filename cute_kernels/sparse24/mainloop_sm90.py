@@ -1,21 +1,21 @@
-"""The sm_90 mainloop with a 2:4 sparse A: the plain one's steps, with wgmma.mma_async.sp and metadata beside A.
+"""The sm_90 mainloop with a 2:4 sparse A: the steps of the dense one with wgmma.mma_async.sp and metadata.
 
     producer warp      acquire empty[s] -> expect bytes on full[s] -> TMA A (its stored half), bulk copies of metadata,
                        TMA B -> s += 1
     consumer groups    wait full[s] -> read this thread's metadata -> issue the stage's WGMMAs, commit
                        -> wait until they are done -> release empty[s - 1] -> s += 1
 
-A product reads its metadata's registers while it runs, and the compiler does not know: with a group in flight, the
-next K-tile's words were loaded to the same registers, and results were wrong (H100). So a warpgroup waits; the other
-one's products keep the tensor cores busy.
+WGMMA reads the metadata registers while it runs, which the compiler does not know: with a group in flight, it loaded
+the next K-tile's words to the same registers, and results were wrong (H100). So a warpgroup waits for its WGMMAs; those
+of the other warpgroup keep the tensor cores busy.
 
-Each thread reads one word for 64 rows and 64 columns, 4 lanes of 4 neighbouring bytes each: a warp reads 128 bytes.
-CuTe has no such product, so operands are descriptors of whole rings, to which stages and steps are added. A step is one
-WGMMA, of 32 columns of 16 bits or of 64 of 8 bits:
+Each thread reads one word per 64 rows and 64 columns, and a warp 128 contiguous bytes. CuTe has no sparse WGMMA, so
+operands are descriptors of whole rings, to which stages and steps are added. A step is one WGMMA of 32 columns of
+16-bit elements or 64 columns of FP8:
 
-    A    (tile_m, tile_k / 2)    K-major, a swizzled row of what is stored of a K-tile, 32 bytes of it a step
-    B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them a step, those of a K-tile one behind
-                                 the other; or of 16 bits N-major, swizzled rows of up to 64 columns, 32 of them a step
+    A    (tile_m, tile_k / 2)    K-major, one swizzled row per row of a K-tile's stored half, 32 bytes of it per step
+    B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them per step, the rows of a K-tile one
+                                 after the other; or 16-bit N-major, swizzled rows of up to 64 columns, 32 rows per step
 """
 
 import cutlass

@@ -1,5 +1,4 @@
-"""A product with a 2:4 sparse A as a kernel sees it: torch's tensors re-viewed, the source, and a kernel of
-either path."""
+"""GEMM with a 2:4 sparse A: views of torch's tensors, the source of K-tiles, and the kernel of either path."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from .promoted_sm90 import PromotedSparse24MainloopSm90
 
 
 class Sparse24KTile(NamedTuple):
-    """A KTile, and the addresses of A's metadata, of each 64 columns."""
+    """A KTile with the addresses of A's metadata, one per 64 columns."""
 
     a: tuple  # (rest_m, rest_k, outer_a), of the stored half
     b: tuple  # (rest_k, outer_k)
@@ -36,13 +35,13 @@ class Sparse24KTiles(DenseKTiles):
 
     metadata: cute.Tensor  # (K / 64, M / 64, 128)
     tile: cutlass.Constexpr[tuple]  # (tile_m, tile_k)
-    past_k: cutlass.Constexpr[bool]  # whether the last K-tile may lie past K rounded up, too
+    past_k: cutlass.Constexpr[bool]  # True if the last K-tile may lie past K rounded up
 
     def at(self, i) -> Sparse24KTile:
         tile_m, tile_k = self.tile
         spans, start = tile_k // SPAN, self.metadata.iterator.toint()
         rows, slabs = self.metadata.shape[1], tile_m // SLAB
-        # A cluster's last row tile may lie past M rounded up: A is zeros there, and any metadata do.
+        # A cluster's last row tile may lie past M rounded up: A is zeros there, and its metadata do not matter.
         slab = cutlass.min(self.m * slabs, rows - slabs)
         along = [i * spans + span for span in range(spans)]
         if const_expr(self.past_k):
@@ -65,7 +64,7 @@ class Sparse24Source(DenseSource):
 
 
 def kernel_for(facts: GemmFacts):
-    """The kernel of the facts' path, with the mainloop of a 2:4 sparse A."""
+    """The kernel of the facts' path with the mainloop for a 2:4 sparse A."""
     if facts.path != "sm_90":
         return GemmSm80(facts, Sparse24MainloopSm80)
     if not facts.promotes:
@@ -75,7 +74,7 @@ def kernel_for(facts: GemmFacts):
 
 
 class Sparse24Gemm(DenseGemm):
-    """A (M, K), of which values (M, K / 2) are stored, times b (K, N) into d; what a kernel is compiled from."""
+    """The function that is compiled: d = A b, with A (M, K) stored as values (M, K / 2) and metadata, and b (K, N)."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
@@ -128,7 +127,7 @@ class Sparse24Gemm(DenseGemm):
 
 
 class ScaledSparse24Gemm(Sparse24Gemm):
-    """Sparse24Gemm of 8-bit floats with scales, which multiply the sums before anything else."""
+    """FP8 Sparse24Gemm with dequantization scales, applied to the accumulators before the other epilogue terms."""
 
     @cute.jit
     def __call__(

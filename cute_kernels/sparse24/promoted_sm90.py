@@ -1,16 +1,16 @@
-"""The sm_90 mainloop of 8-bit floats with a 2:4 sparse A and accurate sums: those of each K-tile are promoted to fp32.
+"""The sm_90 FP8 mainloop with a 2:4 sparse A and promoted accumulation: each K-tile's partial sum is added in FP32.
 
-WGMMA of 8-bit floats keeps some 14 bits of its sums' mantissas (matmul.promoted_sm90). So it writes those of a K-tile
-to a fragment, which the CUDA cores add to a tile's accumulators. Of a K-tile of 256 columns these are 128 products, as
-many as dense sums have that are promoted after 128 of K; one of 128 columns has 64.
+FP8 WGMMA keeps some 14 bits of its accumulators' mantissas (matmul.promoted_sm90). So it writes the partial sum of a
+K-tile to a fragment, which CUDA cores add to the tile's accumulators. A K-tile of 256 columns has 128 nonzero terms per
+partial sum, as many as the dense mainloop; one of 128 columns has 64.
 
     consumer groups    wait full[s] -> read this thread's metadata
                        -> for each slab of 64 rows and part of at most 128 columns:
                               issue the K-tile's WGMMAs, commit -> wait until they are done -> add
                        -> release empty[s] -> s += 1
 
-A wait for each product is what its metadata ask for, too: they are read while it runs (mainloop_sm90). A warpgroup's
-own products do not overlap with its additions, but the other one's do.
+The wait after each WGMMA is needed for its metadata, too, which it reads while it runs (mainloop_sm90). A warpgroup's
+own WGMMAs do not overlap with its additions, but the other warpgroup's do.
 """
 
 import cutlass
@@ -24,9 +24,9 @@ from .mainloop_sm90 import LINE, Sparse24MainloopSm90
 
 
 class PromotedSparse24MainloopSm90(Sparse24MainloopSm90):
-    """Steps of one work tile; loads are those of Sparse24MainloopSm90. A product has at most 128 columns.
+    """Steps of one work tile; loads are those of Sparse24MainloopSm90. A WGMMA has at most 128 columns.
 
-    scaled: whether each K-tile's sums are multiplied by the scale of its block as they are added (k_tiles.scale).
+    scaled: True if each K-tile's partial sum is multiplied by the scale of its block as it is added (k_tiles.scale).
     """
 
     columns = 128
@@ -65,12 +65,13 @@ class PromotedSparse24MainloopSm90(Sparse24MainloopSm90):
         return read, release
 
     def scale(self, k_tiles, i):
-        """Of the block of K-tile i, which may be past the last; a number that nothing uses where blocks have none."""
+        """The scale of K-tile i's block; i may be past the last K-tile. 1.0, which is not used, if blocks have no
+        scale."""
         return k_tiles.scale(i) if self.scaled else Float32(1.0)
 
     @cute.jit
     def add_k_tile(self, acc: cute.Tensor, part: cute.Tensor, tCrA: tuple, tCrB: Int32, stage: Int32, scale: Float32):
-        """Add the products of a stage, one by one."""
+        """Multiply and accumulate a stage, one WGMMA group at a time."""
         slabs, parts = const_expr(cute.size(acc, mode=[1])), const_expr(cute.size(acc, mode=[2]))
         words = self.metadata_words(tCrA, stage, slabs, self.spans)
         for m in range_constexpr(slabs):
@@ -85,4 +86,4 @@ class PromotedSparse24MainloopSm90(Sparse24MainloopSm90):
                 sums = acc[None, m, n]  # (MMA,)
                 for v in range_constexpr(cute.size(part)):
                     sums[v] = sums[v] + (part[v] * scale if const_expr(self.scaled) else part[v])
-                read_after_wait(sums)  # added before the next product writes the fragment
+                read_after_wait(sums)  # added before the next WGMMA overwrites the fragment
