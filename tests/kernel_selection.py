@@ -9,6 +9,8 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable
 
+import torch
+
 from attention.backward.config import BackwardFacts
 from attention.forward.config import DecodeFacts, FlashFacts, Float8Facts
 from cute_kernels.arch import ARCHS
@@ -114,20 +116,20 @@ def is_other_archs(facts) -> bool:
 
 
 def kernel_class(facts) -> tuple:
-    """Architecture, family, path, dtypes, mainloop and schedule. By default one kernel of each class is compiled.
+    """Architecture, family, path, operand width, mainloop and schedule. By default one kernel of each is compiled.
 
     Where another architecture has kernels of the same source, its family alone counts.
     """
-    kind = facts.arch, facts.family
     if is_other_archs(facts) or (facts.arch in LIKE_SM_80 and not of_float8(facts)):
-        return kind
-    kind += getattr(facts, "path", ""), getattr(facts, "dtype", "")
+        return "sm_80" if facts.arch in LIKE_SM_80 else facts.arch, facts.family
+    kind = facts.arch, facts.family
+    kind += getattr(facts, "path", ""), getattr(torch, getattr(facts, "dtype", "uint8")).itemsize
     if isinstance(family_of(facts), ProductFamily):
         cfg = facts.config
         schedule = getattr(cfg, "consumer_groups", 1), cfg.split > 1, getattr(cfg, "rings", 1)
         return *kind, type(cfg).__name__, *schedule, facts.promotes, facts.acc_dtype, facts.epilogue.gated
     if isinstance(facts, FlashFacts | BackwardFacts):
-        fp8 = getattr(facts, "cache", None), getattr(facts, "fast", None)
+        fp8 = getattr(facts, "cache", None) is not None, getattr(facts, "fast", None)
         return *kind, facts.head_dim > 128, facts.blocks is not None, *fp8
     return kind
 

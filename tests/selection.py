@@ -2,9 +2,9 @@
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
 path, the device. Each group keeps one test in KEPT, at least FEW, or one if they call torch.compile. Slow tests, which
-compile kernels or emulate them, are grouped by file and class of kernel (kernel_selection.kernel_class); each group
-keeps one in SLOW_KEPT, at least one. The hash of a test's id decides which ones, so every run without options has the
-same. Tests with the marker `core` always run.
+compile kernels or emulate them, are grouped by file and, if a kernel is inspected, by kernel_selection.kernel_class;
+each group keeps one in SLOW_KEPT, at least one. The hash of a test's id decides which ones, so every run without
+options has the same. Tests with the marker `core` always run.
 
     --all                   everything
     --share TEXT            besides, one in SHARE of all other tests; each TEXT picks another share
@@ -26,8 +26,8 @@ from cute_kernels.runtime.families import Family, families
 
 from . import sources
 
-FEW = 3
-KEPT = 6
+FEW = 2
+KEPT = 8
 SLOW_KEPT = 10
 SHARE = 10
 MOST = 400  # a kernel takes one to two seconds to compile
@@ -102,13 +102,15 @@ def family_of(item) -> str | None:
 
 
 def class_of(item) -> tuple:
-    """The test's function or, if it is slow, its file; and its class of kernel, path and device."""
+    """The test's file if it is slow, with the class of a kernel that is inspected; else its function, family, path and
+    device."""
     from .kernel_selection import kernel_class  # imports every package
 
     where = item.nodeid.partition("::" if is_slow(item) else "[")[0]
     values = parameters(item)
-    if family_of(item) and hasattr(values.get("facts"), "arch"):
-        return where, kernel_class(values["facts"])
+    if is_slow(item):
+        inspected = "outcome_of" in item.fixturenames and hasattr(values.get("facts"), "arch")
+        return (where, kernel_class(values["facts"])) if inspected and family_of(item) else (where,)
     marks = tuple(mark for mark in MARKS if mark in item.keywords)
     return where, getattr(values.get("family"), "name", None), *sorted(places(item)), marks
 
