@@ -288,7 +288,9 @@ def test_wrong_indices(place, index_dtype):
 
 def test_a_path_that_cannot_serve(emulated):
     with cute_kernels.path("sm_90"):
-        with pytest.raises(ValueError, match="no kernel serves this call: not on path sm_90: .*multiples of 16 bytes"):
+        with pytest.raises(
+            ValueError, match="no kernel supports this call: not on path sm_90: .*multiples of 16 bytes"
+        ):
             gemm(normal(8, 7), normal(7, 8))
         with pytest.raises(ValueError, match="not on path sm_90: an operand has no contiguous mode|16 bytes"):
             bsr_matmul(weights(), normal(96, 80)[:, ::2])

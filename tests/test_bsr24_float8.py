@@ -208,7 +208,7 @@ def refusals() -> list:
         (lambda: bsr_linear(x, V, use_fast_accum=True), ValueError, "use_fast_accum with a scale for each block"),
         (lambda: bsr_linear(x, V, out_dtype=E4M3), ValueError, "a Bsr24 has no float8 outputs"),
         (lambda: explain(bsr_linear, x, narrow, arch="sm_90"), ValueError, "no whole tiles of 64 rows and 128 columns"),
-        (lambda: explain(bsr_linear, x, V, arch="sm_86"), ValueError, r"sm_89 in mma.sync .*; W.to_bsr\(\)"),
+        (lambda: explain(bsr_linear, x, V, arch="sm_86"), ValueError, r"sm_89 with mma.sync .*; W.to_bsr\(\)"),
         (lambda: V.to(E5M2), TypeError, r"with scales to torch.float8_e5m2"),
         (lambda: V.quantize(), TypeError, "float8_e4m3fn"),
     ]

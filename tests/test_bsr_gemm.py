@@ -320,6 +320,6 @@ def test_tiles_of_a_grouped_product_lie_in_one_run(emulated):
         for config in BSR.candidates("sm_90", BlockFacts(128, 128, "int32", "values", rows), spec):
             reason = unsupported(linear_facts(spec, "sm_90", config, (128, 128), batch="values", run=rows))
             columns = config.tile_n * config.cluster_n
-            assert (rows % columns != 0) == ("columns of a tile or cluster multiply one item of W" in reason)
+            assert (rows % columns != 0) == ("columns of a tile or cluster multiply one matrix of W" in reason)
             found |= {columns} if not reason else set()
         assert max(found) <= rows and len(found) >= 2

@@ -74,7 +74,7 @@ def test_explain_of_a_kernel(emulated):
     assert "operands: bfloat16 -> bfloat16, majors ('k', 'n', 'n'), alignments (8, 8, 8) elements" in text
     text = str(explain(gemm, normal(200, 137), normal(137, 264)))
     assert "path: sm_80, compiled for sm_90a" in text
-    assert "not on path sm_90: A's address or strides are not multiples of 16 bytes, which TMA needs" in text
+    assert "not on path sm_90: A's address or strides are not multiples of 16 bytes, which TMA requires" in text
     text = str(explain(gemm, normal(200, 136), normal(136, 264), out=poisoned(200, 265)[:, 1:]))
     assert "store: element by element" in text
     W = random_bsr((64, 224), (16, 112), density=0.5)
@@ -194,7 +194,7 @@ def test_a_forced_path_is_kept_or_refused(arch, path):
             assert facts.path == path and unsupported(facts) == ""
         else:
             reason = "16 bytes|no contiguous mode" if arch == "sm_90" else f"{arch} has neither TMA nor WGMMA"
-            with pytest.raises(ValueError, match=f"no kernel serves this call: not on path sm_90: .*({reason})"):
+            with pytest.raises(ValueError, match=f"no kernel supports this call: not on path sm_90: .*({reason})"):
                 choose(problem, spec, 132, path)
 
 

@@ -65,7 +65,7 @@ def test_every_configuration(device, monkeypatch, family, config, block):
             run(case, device, 2, expect(family))
             served += 1
         except ValueError as error:
-            assert "no kernel serves this call" in str(error)
+            assert "no kernel supports this call" in str(error)
     assert served
 
 

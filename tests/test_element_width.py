@@ -163,7 +163,7 @@ def test_configurations_of_any_width_are_legal(family, dtype, arch):
     assert any(not family.unsupported(facts) for facts in found)
     for facts in found:
         turned = family.unsupported(replace(facts, majors=("k", "n", facts.majors[2])))
-        assert ("tensor cores turn" in turned) == (BYTES[dtype] != 2)
+        assert ("tensor cores transpose only 16-bit" in turned) == (BYTES[dtype] != 2)
         if arch == "sm_90":
             narrow = replace(facts, aligns=(facts.aligns[0] // 2, *facts.aligns[1:]))
             assert "16 bytes" in family.unsupported(narrow)

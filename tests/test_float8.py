@@ -257,12 +257,12 @@ def test_explain_says_how_sums_are_made(arch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_architectures_without_such_products_say_what_would_work(arch):
-    with pytest.raises(ValueError, match=f"{arch} has no such products.*cast to torch.bfloat16"):
+    with pytest.raises(ValueError, match=f"{arch} has no FP8 MMA.*cast to torch.bfloat16"):
         explain(gemm, numbers(64, 96), numbers(72, 96).t(), arch=arch)
 
 
 def test_hopper_s_other_path_says_what_would_work():
-    with cute_kernels.path("sm_80"), pytest.raises(ValueError, match="sm_90 has no such products on the path sm_80"):
+    with cute_kernels.path("sm_80"), pytest.raises(ValueError, match="sm_90 has no FP8 MMA on the path sm_80"):
         explain(gemm, numbers(64, 96), numbers(72, 96).t(), arch="sm_90")
 
 

@@ -134,10 +134,12 @@ def test_which_kernel_serves(emulated):
     for block in ((64, 64), (192, 128)):
         W = matrix((768, 384), block)
         text = str(explain(bsr_gated_linear, x, W, scale_x=scale))
-        assert "not fused" in text and f"blocks of {block[0]} rows: a gate of 8-bit floats needs tiles of 128" in text
+        assert "not fused" in text and f"multiple of 128 rows, 64 for each half; got {block[0]}" in text
     W = matrix((256, 384))
     out = torch.empty(4096, 130)[:, 1:129]
-    assert "is stored by TMA alone" in str(explain(bsr_gated_linear, x, W, activation="silu", out=out, scale_x=scale))
+    assert "an FP8 gate is stored by TMA" in str(
+        explain(bsr_gated_linear, x, W, activation="silu", out=out, scale_x=scale)
+    )
 
 
 def test_other_gpus():

@@ -152,7 +152,7 @@ def test_kernels_for_special_shapes_say_that_they_add_up_in_fp32():
     W = random_bsr((256, 256), (128, 128), density=0.5, dtype=FP16)
     plan = explain(bsr_linear, torch.randn(4, 256).to(FP16), W, arch="sm_90", **HALF)
     assert plan.facts.family == "skinny" and plan.facts.acc_dtype == "float32"
-    assert "accumulation_dtype changes nothing: the skinny kernels add up in fp32" in plan.notes
+    assert "accumulation_dtype has no effect: the skinny kernels accumulate in FP32" in plan.notes
 
 
 @pytest.mark.parametrize(("arch", "rate"), [("sm_80", 1.0), ("sm_86", 2.0), ("sm_89", 2.0), ("sm_90", 1.0)])
@@ -187,15 +187,15 @@ def test_what_no_kernel_is_built_from():
     spec = ARCHS["sm_90"]
     cfg = DENSE.candidates("sm_90", None, spec)[1]
     for changes, words in (
-        ({"acc_dtype": "float16"}, "sums in float16 of bfloat16"),
-        ({"acc_dtype": "bfloat16", "dtype": "float16"}, "sums in bfloat16 of float16"),
+        ({"acc_dtype": "float16"}, "accumulator of float16 with bfloat16 operands"),
+        ({"acc_dtype": "bfloat16", "dtype": "float16"}, "accumulator of bfloat16 with float16 operands"),
     ):
         assert words in DENSE.unsupported(catalogue.dense(spec, "sm_90", cfg, **changes))
     for name, side in (("small blocks", 32), ("skinny", 128), ("sparse24", 0)):
         block = BlockFacts(side, side, "int32") if side else None
         config = family_named(name).candidates("sm_90", block, spec)[0]
         facts = catalogue.dense(spec, "sm_90", config, **catalogue.FP16_SUMS, block=block)
-        assert "kernels of dense and bsr products" in family_named(name).unsupported(facts)
+        assert "only dense and BSR kernels support it" in family_named(name).unsupported(facts)
 
 
 def test_known_plans_are_not_confused(device):
@@ -232,7 +232,7 @@ def test_it_is_named_at_the_call():
 
 def test_structured_sparsity_has_none():
     W = Sparse24.from_dense(cute_kernels.prune_2_4(numbers(64, 64)))
-    with pytest.raises(ValueError, match=r"kernels add up in fp32.*gemm\(a.to_dense\(\), b\)"):
+    with pytest.raises(ValueError, match=r"kernels accumulate in FP32.*gemm\(a.to_dense\(\), b\)"):
         gemm(W, numbers(64, 32), **HALF)
 
 

@@ -247,7 +247,7 @@ def refusals() -> list:
             ValueError,
             r"K must be a multiple of 8 .*; gemm\(a.to_dense\(\), b\)",
         ),
-        (lambda: explain(gemm, W, b, arch="sm_80"), ValueError, "sm_90 has them in WGMMA"),
+        (lambda: explain(gemm, W, b, arch="sm_80"), ValueError, "sm_90 supports FP8 with WGMMA"),
         (lambda: W.to_torch(), TypeError, "torch keeps 2 of 4 of bfloat16 and float16"),
     ]
 

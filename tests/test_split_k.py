@@ -124,7 +124,7 @@ def test_what_is_refused():
 
     assert reason(split=2) == reason(split=4, store_row=64) == ""
     assert "1, 2 or 4" in reason(split=3)
-    assert "2 chunks of a warpgroup's store among 4" in reason(split=4)
+    assert "2 chunks of a warpgroup's store must divide evenly among 4" in reason(split=4)
     for changes in ({"cluster_m": 2}, {"cluster_n": 2}, {"warps_m": 1, "consumer_groups": 2}):
         assert "cooperative" in reason(split=2, **changes)
     assert "bytes of shared memory" in reason(split=2, stages=7)

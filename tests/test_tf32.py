@@ -307,11 +307,11 @@ def test_what_no_kernel_is_built_from():
     spec = ARCHS["sm_90"]
     skinny, block = family_named("skinny"), BlockFacts(128, 128, "int32")
     facts = catalogue.dense(spec, "sm_90", skinny.candidates("sm_90", block, spec)[0], **catalogue.TF32, block=block)
-    assert "multiplied by those of dense and BSR products" in skinny.unsupported(facts)
+    assert "dense and BSR kernels support float32" in skinny.unsupported(facts)
     config = DENSE.candidates("sm_90", None, spec)[0]
     for majors in (("m", "k", "n"), ("k", "n", "n")):
         facts = catalogue.dense(spec, "sm_90", config, **catalogue.TF32 | {"majors": majors})
-        assert "tensor cores turn elements of 16 bits alone" in DENSE.unsupported(facts)
+        assert "tensor cores transpose only 16-bit elements" in DENSE.unsupported(facts)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Which configurations are tried for a dense product: short lists for each path, made on an H200.
+"""Candidate configurations of dense GEMM: a short list per path, tuned on an H200.
 
-Each is the best for some problem: legality says which of them can be built, cost which is best.
+Each is the best one for some problem. `legality` filters them and `cost` ranks them.
 """
 
 from dataclasses import replace
@@ -11,13 +11,13 @@ from .config import BARRIER_BYTES, BlockFacts, GemmConfig
 
 
 def tile_k_of(block: BlockFacts | None, element: Element) -> int:
-    """A K-tile fills a 128-byte swizzle row, which is 64 elements of 16 bits; narrower blocks have one of 64 or 32."""
+    """Extent of a K-tile: a swizzle row of 128 bytes (64 elements of 16 bits), or 64 or 32 bytes in narrower blocks."""
     widest, half, quarter = element.rows
     return widest if block is None or block.bk >= half + quarter else half if block.bk == half else quarter
 
 
 def with_stages(cfg, spec: ArchSpec, element: Element, store_bytes: int, most: int = 8):
-    """The deepest ring of such operands that shared memory allows."""
+    """Return cfg with as many stages as shared memory allows, at most `most`."""
     free = spec.smem - 2 * BARRIER_BYTES - store_bytes - cfg.split_k_bytes
     return replace(cfg, stages=min(most, free // (cfg.stage_elements * cfg.rings * element.width)))
 
@@ -26,7 +26,7 @@ def sm90(
     tile_m, tile_n, tile_k, warps_m, warps_n, cluster_m=1, cluster_n=1, consumer_groups=1, ring=2, store_row=128, *,
     split=1, rings=1, most=8, spec, element,
 ) -> GemmConfig:  # fmt: skip
-    """One sm_90 configuration with as many stages as fit, and at most so many."""
+    """One sm_90 configuration with as many stages as fit, at most `most`."""
     cfg = GemmConfig(
         tile_m, tile_n, tile_k, 0, warps_m, warps_n, cluster_m, cluster_n, consumer_groups, ring, store_row,
         split=split, rings=rings,
@@ -35,7 +35,7 @@ def sm90(
 
 
 def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """Configurations worth trying, best first among equals."""
+    """Configurations worth trying; among equal costs the first one is taken."""
     k, of = element.rows[0], {"spec": spec, "element": element}
     shared_high, shared_low = split_sm90(k, spec, element)
     return [
@@ -60,22 +60,23 @@ def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
 
 
 def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:
-    """For sums that are promoted, which leave registers for two products of 64x128 where tiles are 128x128. Two such
-    tiles share an operand."""
+    """For promoted accumulation, which with 128x128 tiles has registers for two WGMMAs of 64x128. Two such tiles share
+    an operand."""
     return sm90(128, 128, k, 2, 1, cluster_m, cluster_n, **of)
 
 
 def fp16_sums_sm90(k: int, pair: tuple[int, int], **of) -> list[GemmConfig]:
-    """With 256 sums a thread, for which it has registers where they are fp16: 128x256 of each ping-pong group, in a
-    cluster that shares an operand and alone."""
-    shape, more = (128, 256, k, 1, 1), {"consumer_groups": 2, "ring": 1}
-    return [sm90(*shape, *pair, **more, **of), sm90(*shape, **more, **of)]
+    """For FP16 accumulation, which has registers for 256 accumulators a thread: 128x256 tiles, ping-pong, with and
+    without a cluster that shares an operand."""
+    shape, schedule = (128, 256, k, 1, 1), {"consumer_groups": 2, "ring": 1}
+    return [sm90(*shape, *pair, **schedule, **of), sm90(*shape, **schedule, **of)]
 
 
 def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfig], list[GemmConfig]]:
-    """Configurations for few tiles, 128 and 64 rows high: several CTAs share the K-tiles of one.
+    """Split-K configurations for problems with few tiles, with 128 and with 64 rows.
 
-    Their stores' chunks are so narrow that each CTA has one. By the model, others (256 columns) gain less than 10 %.
+    Their store chunks are narrow enough for each CTA to have one. In the cost model, other tiles (256 columns) gain
+    less than 10 %.
     """
     of = {"spec": spec, "element": element}
     high = [
@@ -92,11 +93,11 @@ def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfi
 
 
 def dense_sm80(spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
+    """Configurations of the mma.sync path, best first; the architecture's shared memory bounds their stages.
 
-    Measured on an H200 (compiled for it), 4096 cubed: 256x128x32 477, 128x128x64 458, 128x128x32 434 TFLOP/s. K-tiles
-    of 64 take more than sm_8x has for two CTAs. Of 8-bit floats and fp32 there is one with fewer sums a warp, which
-    leaves registers for those that are promoted.
+    Measured on an H200 (compiled for it), 4096 cubed: 256x128x32 477, 128x128x64 458, 128x128x32 434 TFLOP/s. With
+    K-tiles of 64, two CTAs exceed the shared memory of sm_8x. FP8 and FP32 have one more, with fewer accumulators per
+    warp, which leaves registers for promoted accumulation.
     """
     k = element.rows[1]
     shapes = [(256, 128, k, 4, 2), (128, 128, k, 2, 2), (128, 64, k, 2, 2), (64, 64, k, 2, 2)]
@@ -105,5 +106,5 @@ def dense_sm80(spec: ArchSpec, element: Element) -> list[GemmConfig]:
 
 
 def sm80(tile_m, tile_n, tile_k, warps_m, warps_n, most=4, *, spec, element) -> GemmConfig:
-    """One sm_80 configuration with as many stages as fit, and at most so many."""
+    """One sm_80 configuration with as many stages as fit, at most `most`."""
     return with_stages(GemmConfig(tile_m, tile_n, tile_k, 0, warps_m, warps_n), spec, element, 0, most)

@@ -1,4 +1,4 @@
-"""Select the kernel of a product: of the candidates that can be built, the one of least cost."""
+"""Kernel selection: the supported candidate with the lowest estimated cost."""
 
 from dataclasses import replace
 
@@ -13,9 +13,10 @@ from .problem import Problem
 
 
 def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tuple[GemmFacts, int, int, list[str]]:
-    """The kernel for a problem: facts, raster group, most CTAs, and notes on why.
+    """Select the kernel for a problem: (facts, raster group, maximal number of CTAs, notes on the selection).
 
-    Unforced, an architecture's own path comes first; Hopper falls back on sm_80's kernels, with the reason noted.
+    Unless `forced` names a path, the architecture's own path comes first; Hopper falls back to the sm_80 kernels and
+    notes the reason.
     """
     notes = []
     if problem.acc_dtype == "float16":
@@ -34,11 +35,11 @@ def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tu
         if best:
             clocks, facts = best
             if clocks >= LAST_RESORT:
-                notes.append(f"slow: only the {facts.family} kernels serve this call, which are not made for its shape")
+                notes.append(f"slow: only the {facts.family} kernels support this call, and not tuned for its shape")
             if problem.use_fast_accum and facts.converts:
-                notes.append("use_fast_accum changes nothing: this kernel adds up in fp32, of operands made fp16")
+                notes.append("use_fast_accum has no effect: this kernel converts operands to FP16, accumulates in FP32")
             if problem.acc_dtype != facts.acc_dtype:
-                notes.append(f"accumulation_dtype changes nothing: the {facts.family} kernels add up in fp32")
+                notes.append(f"accumulation_dtype has no effect: the {facts.family} kernels accumulate in FP32")
             if facts.warp_specialised and not facts.tma_store:
                 notes.append(
                     "store: element by element, since D's address, strides or contiguous extent are not multiples of "
@@ -47,11 +48,11 @@ def choose(problem: Problem, spec: ArchSpec, sms: int, forced: str | None) -> tu
             group, ctas = family_of(facts).grid(facts.config, problem, sms)
             return facts, group, ctas, notes
         notes.append(f"not on path {path}: {reasons[0] if reasons else 'it has no kernels'}")
-    raise ValueError("no kernel serves this call: " + "; ".join(notes))
+    raise ValueError("no kernel supports this call: " + "; ".join(notes))
 
 
 def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[ProductFamily, object]]:
-    """(family, configuration) of all families that serve the problem, in the order of their registration."""
+    """(family, configuration) of all families that support the problem, in registration order."""
     serving = (family for family in families(ProductFamily) if family.serves_problem(problem))
     return [
         (family, config)
@@ -61,10 +62,10 @@ def candidates_for(path: str, problem: Problem, spec: ArchSpec) -> list[tuple[Pr
 
 
 def store_align(d: Layout, out_dtype: str) -> int:
-    """GemmFacts' alignment of D on the sm_90 path: 16 bytes, in elements, where it may be stored by TMA, else 1.
+    """GemmFacts' alignment of D on the sm_90 path, in elements: 16 bytes if it may be stored by TMA, else 1.
 
-    TMA writes whole granules of 16 bytes. Where the contiguous extent ends inside of one, what lies behind each row (a
-    neighbour's columns, where D is a slice) would be overwritten: so the extent must be a multiple of them too.
+    TMA writes whole granules of 16 bytes. If the contiguous extent ended inside a granule, TMA would overwrite memory
+    behind each row (neighboring columns if D is a slice), so the extent must be a multiple of 16 bytes, too.
     """
     granule = element_of(out_dtype).vector
     return d.vector if d.vector % granule == 0 else 1
@@ -72,9 +73,9 @@ def store_align(d: Layout, out_dtype: str) -> int:
 
 def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
     a, b, d = problem.layouts
-    if name == "sm_90":  # TMA's loads clip a contiguous extent of any length
+    if name == "sm_90":  # TMA loads clip a contiguous extent of any length
         aligns = a.align, b.align, store_align(d, problem.out_dtype)
-    else:  # cp.async copies whole vectors, so the extent counts too
+    else:  # cp.async copies whole vectors, so the extent must be aligned, too
         aligns = a.vector, b.vector, d.vector
     if problem.block and problem.block.operand == "a":
         aligns = (problem.element.vector, *aligns[1:])

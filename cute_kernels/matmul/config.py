@@ -1,4 +1,5 @@
-"""What a kernel is compiled from: plain, picklable facts. Shapes, strides and patterns are not among them."""
+"""Kernel parameters: the plain, picklable facts a kernel is compiled for. Shapes, strides and patterns are runtime
+arguments."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,32 +9,32 @@ from ..arch import ArchSpec, arch_named
 from ..tile.element import BYTES, Element, element_of
 from ..traced.program import Program
 
-CHUNK_COLUMNS = 64  # of the sm_90 store, at most: whose scales 32 lanes have, two each
-BARRIER_BYTES = 1024  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
+CHUNK_COLUMNS = 64  # of the sm_90 store, at most: 32 lanes hold two of their scales each
+BARRIER_BYTES = 1024  # mbarriers, or the padding that aligns the operand buffers to 1024 bytes
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile and schedule of one kernel of a dense product, or of a block-sparse one with the same kernel.
+    """Tile and schedule of a dense GEMM kernel, or of a block-sparse one with the same mainloop.
 
-    `warps_m` x `warps_n` is how the tile is split among its consumers: warps on sm_80, warpgroups on sm_90.
-    A cluster (sm_90 only) of `cluster_m` x `cluster_n` CTAs multicasts B down its M side and A along its N side.
-    `consumer_groups` (sm_90 only): 1 is a cooperative kernel, 2 ping-pong: two groups of consumers work
-    on alternate tiles, so that one multiplies while the other stores. `ring` is the depth of each consumer's ring of
-    store buffers, each 64 rows by `store_row` bytes.
-    `rings` (sm_90): 1, or for two consumer groups that wait for each product 2: each has a ring of `stages` stages,
-    a producer warp and work tiles of its own, and none waits for the other.
-    `split` (cooperative sm_90 kernels, no other cluster): how many CTAs share a tile's K-tiles, and add up
-    their sums through each other's shared memory (split_k_sm90).
+    warps_m, warps_n: the tile is divided among warps_m x warps_n consumers: warps on sm_80, warpgroups on sm_90.
+    cluster_m, cluster_n (sm_90): a cluster multicasts B along its M side and A along its N side.
+    consumer_groups (sm_90): 1 is a cooperative kernel. 2 is ping-pong: two consumer groups work on alternate tiles, so
+        that one multiplies while the other stores.
+    ring: depth of each consumer's ring of store buffers, each 64 rows by `store_row` bytes.
+    rings (sm_90): 1, or 2 for two consumer groups that wait for each WGMMA. Each group then has a ring of `stages`
+        stages, a producer warp and work tiles of its own, and neither group waits for the other.
+    split (cooperative sm_90 kernels without another cluster): split-K factor. CTAs of a cluster share a tile's K-tiles
+        and reduce their accumulators through distributed shared memory (split_k_sm90).
     """
 
-    # Whether sm_90's kernel has a producer warp with TMA and consumers with WGMMA; else all warps use mma.sync.
+    # True if the sm_90 kernel has a TMA producer warp and WGMMA consumers; otherwise all warps use mma.sync.
     warp_specialised: ClassVar[bool] = True
-    boxes_b: ClassVar[int] = 1  # parts of a tile of B, side by side, whose places a source names one by one
-    panels: ClassVar[bool] = True  # whether work tiles come in panels, so many columns wide as the launch says
-    waits: ClassVar[bool] = False  # whether sm_90's kernel waits for a K-tile's products before it starts the next
-    stored: ClassVar[int] = 1  # of so many columns of A one is stored
-    converts: ClassVar[bool] = False  # whether 8-bit floats are multiplied as fp16 numbers, which hold each of them
+    boxes_b: ClassVar[int] = 1  # TMA boxes per tile of B, side by side; the source gives the coordinates of each
+    panels: ClassVar[bool] = True  # work tiles are rasterized in panels; the launch passes their width
+    waits: ClassVar[bool] = False  # the sm_90 kernel waits for a K-tile's WGMMAs before it starts the next one's
+    stored: ClassVar[int] = 1  # columns of A per stored column
+    converts: ClassVar[bool] = False  # FP8 operands are multiplied as FP16, which represents them exactly
     tile_m: int
     tile_n: int
     tile_k: int
@@ -50,27 +51,27 @@ class GemmConfig:
 
     @property
     def cluster(self) -> int:
-        """CTAs that take work tiles together."""
+        """CTAs per cluster."""
         return self.cluster_m * self.cluster_n * self.split
 
     @property
     def split_k_bytes(self) -> int:
-        """Shared memory for the sums (fp32) that the other CTAs of a split send."""
+        """Shared memory for the partial accumulators (FP32) that the other CTAs of a split-K cluster send."""
         return (self.split - 1) * self.tile_m * self.tile_n // self.split * 4
 
     @property
     def stage_elements(self) -> int:
-        """In shared memory: one stage of A and B."""
+        """Elements of one stage of A and B in shared memory."""
         return (self.tile_m + self.tile_n) * self.tile_k
 
     @property
     def operand_elements(self) -> int:
-        """In shared memory: the rings of A and B."""
+        """Elements of the rings of A and B in shared memory."""
         return self.stage_elements * self.stages * self.rings
 
     @property
     def short(self) -> str:
-        """Tile/stages, warps or warpgroups, and what is not 1; "k/4" says that 4 CTAs share K."""
+        """Tile/stages, warps or warpgroups, and the counts that are not 1; "k/4" is split-K among 4 CTAs."""
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k}/{self.stages} {self.warps_m}x{self.warps_n}"
         text += f" k/{self.split}" if self.split > 1 else ""
         text += f" c{self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
@@ -85,11 +86,10 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Block shape and index width of a BSR operand: of A, or of D, of which then only such blocks are computed.
+    """Block shape and index dtype of a BSR operand: A, or in an SDDMM D, whose stored blocks alone are computed.
 
-    `batch` says how a batch of items is stored: "values", one pattern and values for each item, or "patterns", a
-    pattern for each; None for a single matrix. `run` is for a grouped product: so many columns of B in a row multiply
-    one item, and the next run another; 0 for a product that is not grouped.
+    batch: None for a single matrix; "values" if a batch shares one pattern, "patterns" if each matrix has its own.
+    run: in a grouped GEMM, the number of consecutive columns of B that multiply the same matrix; 0 otherwise.
     """
 
     bm: int
@@ -98,27 +98,27 @@ class BlockFacts:
     batch: str | None = None
     run: int = 0
     operand: str = "a"  # or "d"
-    permuted: bool = False  # a transposed view: stored blocks are (bk, bm), in an order that a table tells
-    scaled: bool = False  # of 8-bit floats: each stored block has a scale, which multiplies its promoted sums
+    permuted: bool = False  # a transposed view: stored blocks are (bk, bm), in an order given by a table
+    scaled: bool = False  # FP8: each stored block has a scale, which multiplies its promoted partial sums
 
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """Which terms an epilogue has. The order they apply in is fixed:
+    """Terms of an epilogue, applied in this order:
 
-    x = acc * s_m * s_n             scale_m: "tensor" (one value) or "row" (one for each row of A), scale_n: "tensor" or
-                                    "column" (of B). "1x128" of A and "128x128" of B, a value for each block of so many
-                                    rows and columns, multiply the sums of 128 of K instead, in the mainloop
+    x = acc * s_m * s_n             scale_m: "tensor" (one value) or "row" (one per row of A); scale_n: "tensor" or
+                                    "column" (one per column of B). Block scales, "1x128" of A and "128x128" of B, are
+                                    applied in the mainloop instead, to the partial sums of every 128 elements of K
     x = alpha * x                   scale
     x = x + bias                    bias: "row" (one value per row of D as the kernel sees it) or "col";
-                                    with `bias_items` each item of a batch of A has its own
+                                    with `bias_items` each matrix of a batch of A has its own
     x = x + beta * residual         residual: its contiguous mode, "n", "m" or "any"
-    z = x                           stores_z: what backward needs is stored, too, as D is
+    z = x                           stores_z: the activation's input is also stored, like D, for the backward pass
     x = activation(x)               a name in functions.ACTIVATIONS
-    x = function(x)                 the user's own, traced
-    x = x * u                       gated: of A's rows 64 make x, then 64 make u, and so on; D has half as many
-    amax = max |x|                  amax: of all of D, of 8 bits alone
-    x = x * s_out                   scale_out: of a D of 8 bits alone
+    x = function(x)                 the user's function, traced
+    x = x * u                       gated: A's rows alternate, 64 for x and 64 for u; D has half as many rows
+    amax = max |x|                  amax: over all of D; FP8 output only
+    x = x * s_out                   scale_out: FP8 output only
     """
 
     scale: bool = False
@@ -137,24 +137,24 @@ class EpilogueSpec:
 
     @property
     def is_light(self) -> bool:
-        """Whether it takes few registers: nothing to load but scales, and at most a ReLU and a maximum."""
+        """True if it needs few registers: it loads only scales and computes at most a ReLU and an amax."""
         relu = "relu" if self.activation == "relu" else None
         scales = {"scale_m": self.scale_m, "scale_n": self.scale_n, "scale_out": self.scale_out}
         return self == EpilogueSpec(self.scale, activation=relu, **scales, amax=self.amax)
 
     @property
     def scales_each(self) -> bool:
-        """Whether each row or each column has a scale of its own."""
+        """True if scales are per row of A or per column of B."""
         return self.scale_m == "row" or self.scale_n == "column"
 
     @property
     def scales_blocks(self) -> bool:
-        """Whether A or B has scales that differ along K."""
+        """True if A or B has block scales, which differ along K."""
         return self.scale_m == "1x128" or self.scale_n == "128x128"
 
     @property
     def scales_operands(self) -> bool:
-        """Whether a or b has a scale."""
+        """True if A or B has a dequantization scale."""
         return self.scale_m is not None or self.scale_n is not None
 
 
@@ -162,15 +162,19 @@ class EpilogueSpec:
 class GemmFacts:
     """Everything that selects one compiled kernel.
 
-    Majors name the contiguous mode as the kernel sees it: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a
-    tensor with no contiguous mode. Alignments are in elements: what base pointer and strides are multiples of, at
-    most 16 bytes; on the sm_80 path, and of D on both, the contiguous extent as well. `ranks` are those of the torch
-    tensors a, b and d. `transposed` says that b and d are handed over as (N, K) and (N, M): a linear layer's input and
-    output. `ordered` says that a table orders the work tiles of a sparse product, whose rows differ in length.
-    `use_fast_accum` (of 8-bit floats): sums stay in the tensor cores' accumulators, which round more than fp32 does.
-    `acc_dtype`: what tensor cores keep sums in; float16 takes half the registers, and has 11 bits.
-    `promoted` (of fp32 operands, in TF32 parts): short sums are added up in fp32, as those of 8-bit floats are.
-    `chained`: the kernel follows another, which makes B and its scales, and leads; see tile/chain.py.
+    majors: the contiguous modes as the kernel sees them: A is "k" or "m", B "k" or "n", D "n" or "m"; "any" is a tensor
+        without a contiguous mode.
+    aligns: alignments in elements, at most 16 bytes, of base pointer and strides; on the sm_80 path, and for D on both
+        paths, of the contiguous extent as well.
+    ranks: the ranks of the torch tensors a, b and d.
+    transposed: b and d are passed as (N, K) and (N, M), the input and output of a linear layer.
+    ordered: a table orders the work tiles of a block-sparse GEMM, whose rows differ in length.
+    use_fast_accum (FP8): fast accumulation. Partial sums stay in the tensor cores' accumulators, which are less precise
+        than FP32.
+    acc_dtype: accumulator of the tensor cores; float16 needs half the registers and has 11 bits of mantissa.
+    promoted (FP32 operands, in TF32 parts): partial sums are promoted to FP32, as for FP8.
+    chained: the secondary kernel of a programmatic dependent launch; the primary writes B and its scales. See
+        tile/chain.py.
     """
 
     arch: str  # the compiler's target
@@ -192,10 +196,11 @@ class GemmFacts:
 
     @property
     def multiplies_tile_numbers(self) -> bool:
-        """Whether tile numbers are divided by multiplications (TileScheduler.with_divisors), which take registers.
+        """True if tile indices are divided by multiplication (TileScheduler.with_divisors), which needs registers.
 
-        Dense products gain nothing by it: their tiles have more K-tiles. Heavy epilogues, operands of fp32, blocks that
-        are no whole K-tiles wide, and sampled products, which have more boxes to address, would spill.
+        Dense GEMMs gain nothing from it, since their tiles have more K-tiles. Kernels with heavy epilogues, FP32
+        operands or blocks that are not whole K-tiles wide, and SDDMM kernels, which address more TMA boxes, would
+        spill.
         """
         rows = self.family in ("bsr", "bsr24")
         light = (self.epilogue.is_light or self.gate_apart) and self.element.width <= 2
@@ -203,13 +208,13 @@ class GemmFacts:
 
     @property
     def family(self) -> str:
-        """Name of the family of kernels; see runtime.families."""
+        """Name of the kernel family; see runtime.families."""
         if type(self.config) is GemmConfig:
             return "dense" if self.block is None else "bsr"
         return self.config.family
 
     def key(self) -> str:
-        """A text that is the same in every process; a user's function enters by what it computes."""
+        """Cache key, stable across processes. A user's function is represented by its traced program."""
         return repr(self)
 
     @cached_property
@@ -218,39 +223,38 @@ class GemmFacts:
 
     @property
     def tma_store(self) -> bool:
-        """Whether D's strides and contiguous extent meet TMA's rule; elsewhere the store goes element by element."""
+        """True if D's strides and contiguous extent are aligned for TMA; otherwise the store is element by element."""
         aligned = self.majors[2] != "any" and self.aligns[2] * self.out_bytes % 16 == 0
         return self.warp_specialised and aligned
 
     @property
     def warp_specialised(self) -> bool:
-        """Whether some warps load by TMA and others multiply by WGMMA; elsewhere all warps use mma.sync."""
+        """True if a producer warp loads by TMA and consumers use WGMMA; otherwise all warps use mma.sync."""
         return self.path == "sm_90" and self.config.warp_specialised
 
     def counts(self, group, max_ctas) -> tuple:
-        """(group, max_ctas) as the kernel takes them: None of one that has no panels, or a CTA for each work tile."""
+        """(group, max_ctas) for the kernel: group is None without panels, max_ctas with one CTA per work tile."""
         return group if self.config.panels else None, max_ctas if self.warp_specialised else None
 
     @cached_property
     def element(self) -> Element:
-        """Of the operands."""
+        """Element type of the operands."""
         return element_of(self.dtype)
 
     @property
     def promotes(self) -> bool:
-        """Whether short sums of the tensor cores are added up in fp32 (promoted_sm90, mainloop_sm80)."""
+        """True for promoted accumulation: partial sums are added up in FP32 (promoted_sm90, mainloop_sm80)."""
         return self.promoted or self.element.width == 1 and not self.converts and not self.use_fast_accum
 
     @property
     def converts(self) -> bool:
-        """Whether operands of 8-bit floats become fp16 in registers. Their products are exact in fp32, where they are
-        added up."""
+        """True if FP8 operands are converted to FP16 in registers. Their products are exact in the FP32 accumulator."""
         return self.element.width == 1 and self.config.converts
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a warpgroup starts a product before it has added the one before (promoted_sm90), so that scales may
-        differ along K: it has 64 rows, and registers for two such products."""
+        """True if a warpgroup starts a WGMMA before it has added the previous one (promoted_sm90). Only then may scales
+        differ along K. The warpgroup has 64 rows, and registers for two such WGMMAs."""
         cfg = self.config
         if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
             return False
@@ -261,16 +265,16 @@ class GemmFacts:
 
     @property
     def a_in_registers(self) -> bool:
-        """Whether a warpgroup reads its 64 rows of A once a K-tile of 128 bytes, by ldmatrix (promoted_sm90), since it
-        has several products of 64 columns."""
+        """True if a warpgroup loads its 64 rows of A into registers once per K-tile of 128 bytes, by ldmatrix
+        (promoted_sm90), since it issues several WGMMAs of 64 columns."""
         return self.takes_turns and self.config.tile_n > 128 * self.config.warps_n
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether a work tile begins while the tile before is stored (ahead_sm90): of stored blocks that have a scale
-        each, whose tiles have few K-tiles. Gates were as fast without. Heavy epilogues, those without a scale, and
-        blocks of several K-tiles would spill, or their products be serialised. D is of 16 bits: then a chunk of the
-        store has the columns of a product."""
+        """True if a work tile begins while the previous one is stored (ahead_sm90): for stored blocks with a scale
+        each, whose tiles have few K-tiles. Gated kernels were as fast without it. With a heavy epilogue, without an
+        epilogue scale, or with blocks of several K-tiles, registers would spill or the WGMMAs be serialized. D must be
+        BF16 or FP16: a chunk of the store then has the columns of one WGMMA."""
         cfg, spec = self.config, self.epilogue
         scaled = self.block is not None and self.block.scaled and spec.is_light and bool(spec.scale_m or spec.scale_n)
         alone = cfg.split == cfg.consumer_groups == 1 and self.out_bytes == 2 and cfg.store_row == 128
@@ -278,7 +282,7 @@ class GemmFacts:
 
     @property
     def gate_apart(self) -> bool:
-        """Whether a gate's rows are one warpgroup's, and what they multiply the other's (gated_store_sm90)."""
+        """True if one warpgroup has the gate's rows and another the rows that they multiply (gated_store_sm90)."""
         return self.epilogue.gated and self.config.warps_m > 1
 
     @property
@@ -286,12 +290,12 @@ class GemmFacts:
         return BYTES[self.out_dtype]
 
     def acc_registers(self, accumulators: int) -> int:
-        """Of so many accumulators."""
+        """Registers of this many accumulators."""
         return accumulators * BYTES[self.acc_dtype] // 4
 
     @property
     def narrow(self) -> bool:
-        """Whether D is of 8-bit floats, so that the entry takes a scale for it and a place for its amax."""
+        """True if D is FP8; the kernel then has parameters for its scale and amax."""
         return self.out_bytes == 1
 
     @property
@@ -309,12 +313,12 @@ class GemmFacts:
         if rest == 0:
             return (full,)
         period = (full,) * tiles + (rest // self.element.mma_k,)
-        # A long period is unrolled code; past 8 K-tiles the padding costs at most 1/9 and zeros do as well.
+        # The period is unrolled in code. Past 8 K-tiles, padding the last one with zeros costs at most 1/9 instead.
         return period if len(period) <= 8 else (full,)
 
     @property
     def blocks_along_k(self) -> bool:
-        """Whether a K-tile lies in one stored block; else K is whole."""
+        """True if each K-tile lies in one stored block; otherwise K is dense."""
         return self.block is not None and self.block.operand == "a"
 
     @property
@@ -323,18 +327,18 @@ class GemmFacts:
 
     @property
     def clips_k(self) -> bool:
-        """Whether an MMA step may reach past the extent of mode K and must find zeros there."""
+        """True if an MMA step may reach past the extent of mode K, where it must read zeros."""
         if not self.blocks_along_k:
             return True
         periods = self.k_tiles_per_block // len(self.k_blocks)
         return sum(self.k_blocks) * self.element.mma_k * periods > self.block.bk
 
     def chunk_columns(self, columns: int) -> int:
-        """Columns that a warpgroup of the sm_90 kernel stores at a time, of so many that it has."""
+        """Columns that a warpgroup of the sm_90 kernel stores at a time, out of `columns`."""
         return min(columns, CHUNK_COLUMNS, self.config.store_row // self.out_bytes)
 
     @property
     def store_bytes(self) -> int:
-        """Shared memory of the sm_90 store rings, of all warpgroups."""
+        """Shared memory of all warpgroups' store rings on sm_90."""
         cfg = self.config
         return cfg.ring * cfg.warps_m * cfg.warps_n * cfg.consumer_groups * 64 * cfg.store_row if self.tma_store else 0

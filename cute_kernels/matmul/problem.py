@@ -1,4 +1,4 @@
-"""A product as the kernels see it: what its kernel is chosen by."""
+"""A GEMM problem as the kernels see it: the input of kernel selection."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ STATS_ROWS = 192  # of PatternStats
 
 @dataclass(frozen=True)
 class Extents:
-    """The shape of a product."""
+    """Shape of a GEMM."""
 
     M: int
     N: int
@@ -21,9 +21,9 @@ class Extents:
 
 
 class PatternStats(NamedTuple):
-    """What is known of a sparse operand's pattern, as shares of its block columns. None: as of blocks at random.
+    """Statistics of a sparse operand's pattern, as fractions of its block columns. None assumes random blocks.
 
-    listed: the columns in which a group of STATS_ROWS rows has a block. longest: that the longest block row has.
+    listed: columns in which a group of STATS_ROWS rows has a block. longest: columns of the longest block row.
     """
 
     listed: float | None = None
@@ -35,7 +35,7 @@ NOT_KNOWN = PatternStats()
 
 @dataclass(frozen=True)
 class Problem:
-    """A product as the kernels see it: extents, operand layouts (A, B, D) and what is fused."""
+    """A GEMM problem as the kernels see it: extents, operand layouts (A, B, D) and epilogue."""
 
     extents: Extents
     dtype: str
@@ -46,25 +46,25 @@ class Problem:
     epilogue: EpilogueSpec
     block: BlockFacts | None = None
     transposed: bool = False
-    density: float = 1.0  # of a sparse operand, as its statistics
+    density: float = 1.0  # of the sparse operand, like `stats`
     stats: PatternStats = NOT_KNOWN
     use_fast_accum: bool = False  # see GemmFacts
-    structured: bool = False  # whether A is 2:4 sparse: its layout is that of the stored half
-    acc_dtype: str = "float32"  # what sums may be kept in; see GemmFacts
+    structured: bool = False  # True if A is 2:4 sparse; its layout is that of the stored half
+    acc_dtype: str = "float32"  # accumulator that the kernel may use; see GemmFacts
     promoted: bool = False  # see GemmFacts
-    mma_rate: float = 1.0  # how many times as fast tensor cores are as with fp32 sums
+    mma_rate: float = 1.0  # speed of the tensor cores relative to an FP32 accumulator
 
     @property
     def element(self) -> Element:
-        """Of A and B."""
+        """Element type of A and B."""
         return element_of(self.dtype)
 
     @property
     def width(self) -> int:
-        """Bytes of an element of A and B."""
+        """Bytes per element of A and B."""
         return self.element.width
 
 
 def listed_at_random(density: float, block: BlockFacts, rows: int) -> float:
-    """The share of block columns in which `rows` rows of a random pattern have a block."""
+    """Expected fraction of block columns in which `rows` rows of a random pattern have a block."""
     return 1 - (1 - density) ** max(1, rows // block.bm)
