@@ -110,7 +110,7 @@ GEMM = [
     ),
     (lambda c: {"out": None, "out_dtype": torch.int32}, TypeError, "output of torch.int32; torch.bfloat1"),
     (lambda c: {"out_dtype": torch.float32}, TypeError, "out is torch.bfloat16 but out_dtype=.*pass on"),
-    (lambda c: {"bias": normal(32)}, ValueError, r"must be \(48,\) .* or \(32, 1\) for one value a row"),
+    (lambda c: {"bias": normal(32)}, ValueError, r"must be \(48,\) .* or \(32, 1\) for one value per row"),
     (lambda c: {"bias": normal(48, 1)}, ValueError, r"bias has shape \(48, 1\).*\(32, 1\) for one value"),
     (lambda c: {"residual": c["out"][:1]}, ValueError, r"residual has shape \(1, 48\), the result"),
     (lambda c: {"residual": c["out"].float()}, TypeError, "residual is torch.float32, .*out_dtype="),
@@ -150,7 +150,7 @@ ITEMS = "W is a batch of 4 items, so b needs 2 dimensions, .* or 3 with 4 matric
 MATMUL = [
     (lambda c: {"b": c["b"][:, 0]}, ValueError, "b has 1 dimensions, too few"),
     (lambda c: {"b": c["b"][:90]}, ValueError, r"W is 64x96 and b \(90, 40\): 96 columns of W meet 90"),
-    (lambda c: {"bias": normal(96)}, ValueError, r"it must be \(40,\) for one value a column or \(64, 1\)"),
+    (lambda c: {"bias": normal(96)}, ValueError, r"it must be \(40,\) for one value per column or \(64, 1\)"),
     (lambda c: {"residual": normal(40, 64)}, ValueError, r"residual has shape \(40, 64\), the result has"),
     (lambda c: shared(c, "b"), ValueError, "out shares memory with"),
     (lambda c: batched(c, b=normal(3, 96, 8)), ValueError, ITEMS),

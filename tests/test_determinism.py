@@ -63,7 +63,7 @@ def test_tiles_are_drawn_and_parts_combined(emulated):
 @pytest.mark.parametrize("every", [2, 5])
 def test_rare_faults_are_counted(emulated, every):
     """In the output and in the LSE, among calls that are steady."""
-    packed = partial(attend, "packed", 5, 4, 2, 200, 333, 64, window=(70, 30))
+    packed = partial(attend, "packed", 5, 4, 2, 200, 333, 64, window_size=(70, 30))
     steady = Case(partial(dense, 200, 136, 72, dtype=torch.float16), "sm_90")()
     for where in (0, 1):
         call, runs = Case(packed, "sm_90")(), []
