@@ -459,7 +459,7 @@ def snippets(heading: str) -> list[str]:
 def test_the_recipe_for_training():
     """Its forward is that of 8-bit floats, its gradients are those of the layer in bf16; and a layer learns."""
     names = {}
-    exec(compile(snippets("Train with an 8-bit forward")[0], "usage.md", "exec"), names)
+    exec(compile(snippets("Train with an FP8 forward pass")[0], "usage.md", "exec"), names)
     layer = BsrLinear(256, 192, blocksize=(64, 64), density=0.5, dtype=BF16)
     x = tokens(40).requires_grad_()
     y = names["float8_forward"](layer, x)
@@ -486,14 +486,14 @@ def test_the_recipe_for_training():
 def test_the_recipe_for_inference(monkeypatch):
     names = {"gate": nn.Linear(256, 384, dtype=BF16), "up": nn.Linear(256, 384, dtype=BF16)}
     names |= {"down": nn.Linear(384, 256, dtype=BF16), "x": tokens(5)}
-    exec(compile(snippets("Quantise a pruned model for inference")[0], "usage.md", "exec"), names)
+    exec(compile(snippets("Quantize a pruned model for inference")[0], "usage.md", "exec"), names)
     assert names["y"].shape == (5, 256) and isinstance(names["layer"], Float8SwiGLU)
 
 
 def test_the_recipe_for_delayed_scales():
     weight, tokens_of = torch.randn(192, 256), tokens(16)
     (w, scale_w), (x, scale_x) = quantize(weight, per="row"), quantize(tokens_of, per="row")
-    (code,) = snippets("8-bit outputs")
+    (code,) = snippets("FP8 outputs and amax")
     exec(compile(code, "usage.md", "exec"), names := {"w": w, "scale_w": scale_w, "x": x, "scale_x": scale_x})
     exact = torch.nn.functional.silu(tokens_of.double() @ weight.double().t())
     y = names["y"].to(FP32) * names["scale_y"]
