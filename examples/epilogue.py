@@ -1,12 +1,12 @@
-"""An epilogue of your own: a function of the accumulators, compiled into the kernel of a product.
+"""User-defined epilogue: a function of the accumulators, compiled into a GEMM kernel.
 
-Algorithm. A layer computes d = f(a @ b + bias). As three kernels, the product is written to memory and read again
-twice. In the kernel, f is applied to the fp32 accumulators in registers, and d is written once, rounded once. Here f is
+Algorithm. A layer computes d = f(a @ b + bias). Three kernels write the GEMM's result to memory and read it twice. A
+fused epilogue applies f to the FP32 accumulators in registers; d is written once and rounded once. Here f is
 
     f(x) = x * clamp(x + 3, 0, 6) / 6                                  (hard swish)
 
-`gemm` and `bsr_linear` take it as it is written for torch: torch traces it, the trace is lowered into the epilogue of
-the kernel, and CPU tensors run it through torch. It may capture numbers; a number that changes makes a new kernel.
+`gemm` and `bsr_linear` accept the torch function: torch traces it, the trace is lowered into the epilogue of the
+kernel, and CPU tensors run it in torch. It may capture numbers; a new value compiles a new kernel.
 
     python -m examples.epilogue
 """
@@ -26,7 +26,7 @@ def hard_swish(x):
 
 
 def operands(size: int, device: str = DEVICE):
-    """x, a dense weight, its half of 64 x 64 blocks with the largest norms, and a bias; all scaled so that f bends."""
+    """x, a dense weight, the half of its 64 x 64 blocks of largest norm, and a bias, in the nonlinear range of f."""
     x, weight = normal(size, size, seed=1, device=device), normal(size, size, seed=2, device=device) * size**-0.5
     return x, weight, BsrMatrix.from_dense(weight, (64, 64), density=0.5), normal(size, seed=3, device=device)
 
@@ -35,7 +35,7 @@ def operands(size: int, device: str = DEVICE):
 
 
 def check(size: int = 256) -> None:
-    """Against fp64. torch's own, three kernels, rounds twice on the way."""
+    """Compare with FP64. torch's three kernels round twice in between."""
     x, weight, W, bias = operands(size)
     for result, dense in (
         (gemm(x, weight.t(), bias=bias, epilogue=hard_swish), weight),
@@ -46,7 +46,7 @@ def check(size: int = 256) -> None:
 
 
 def inspect(size: int = 256) -> None:
-    """What f costs: the kernels with it, and one without."""
+    """Inspect the kernels with and without f."""
     x, weight, W, bias = operands(size, "cpu")
     inspect_call(gemm, x, weight.t(), bias=bias)
     inspect_call(gemm, x, weight.t(), bias=bias, epilogue=hard_swish)
@@ -65,7 +65,7 @@ def errors() -> None:
 
 
 def times(size: int = 4096) -> None:
-    """In the kernel, and as torch's three kernels."""
+    """Time the fused kernels and torch's three kernels."""
     if DEVICE == "cpu":
         size = 64
     x, weight, W, bias = operands(size)

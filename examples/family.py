@@ -1,11 +1,11 @@
-"""A kernel family of your own, registered from outside of the library: out = silu(gate) * up, element by element.
+"""User-defined kernel family, registered from outside the library: out = silu(gate) * up, elementwise.
 
-Algorithm. A gated feed-forward layer multiplies two halves of a product, one of them through silu(x) = x * sigmoid(x) =
-x * (1 + tanh(x / 2)) / 2. Each thread loads 16 bytes of both, computes in fp32, and stores 16 bytes.
+Algorithm. A gated feed-forward layer multiplies the two halves of a GEMM's output, one of them after silu(x) =
+x * sigmoid(x) = x * (1 + tanh(x / 2)) / 2. Each thread loads 16 bytes of both, computes in FP32, and stores 16 bytes.
 
-A family says what the library's tools have to know: which facts a kernel is compiled from, what cannot be built and
-why, the entry that is compiled, fakes of its arguments, and which facts there are. Then the cache, bundles, `inspect`
-and the tests that ask the registry serve it as they serve the library's own:
+A family tells the library's tools the facts that a kernel is compiled from, the unsupported facts and the reason, the
+compiled entry, its fake arguments, and the catalogue of facts. The cache, bundles, `inspect` and the tests that use the
+registry then work as for the library's own families:
 
     python -m examples.family
     CUTE_KERNELS_FAMILIES=examples.family python -m cute_kernels inspect --arch sm_90 --family "silu product"
@@ -42,7 +42,7 @@ class SiluFacts:
 class SiluProduct:
     @cute.jit
     def __call__(self, gate: cute.Tensor, up: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        # (VECTOR, n / VECTOR): a thread takes one column
+        # (VECTOR, n / VECTOR): one column per thread
         gate, up, out = (cute.zipped_divide(t, (VECTOR,)) for t in (gate, up, out))
         blocks = cute.ceil_div(cute.size(out, mode=[1]), THREADS)
         self.kernel(gate, up, out).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
@@ -68,15 +68,13 @@ class SiluFamily(Family):
 
         from cute_kernels.dtypes import cutlass_dtype
 
-        length = cute.sym_int32(divisibility=VECTOR)  # one symbol: the compiled function checks that all are as long
+        length = cute.sym_int32(divisibility=VECTOR)  # one symbol: the compiled function checks that lengths are equal
         tensors = (make_fake_compact_tensor(cutlass_dtype(facts.dtype), (length,), assumed_align=16) for _ in range(3))
         return *tensors, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     def unsupported(self, facts: SiluFacts) -> str:
         known = [NAMES[dtype] for dtype in OPERANDS]
-        return (
-            "" if facts.dtype in known else f"{facts.dtype}: a vector holds {VECTOR} elements of {' or '.join(known)}"
-        )
+        return "" if facts.dtype in known else f"{facts.dtype} is not supported; use {' or '.join(known)}"
 
     def catalogue(self, arch: str, quick: bool = False) -> list[SiluFacts]:
         return [SiluFacts(arch_named(arch).target, NAMES[dtype]) for dtype in OPERANDS]
@@ -89,13 +87,13 @@ FAMILY = register(SiluFamily())
 
 
 def silu_product(gate, up):
-    """silu(gate) * up for contiguous tensors of one shape; CPU tensors run torch, in fp32."""
+    """silu(gate) * up for contiguous tensors of the same shape; CPU tensors use torch, in FP32."""
     for name, tensor in (("gate", gate), ("up", up)):
         checks.check_tensor(f"silu_product: {name}", tensor)
         if tensor.shape != gate.shape or not tensor.is_contiguous() or tensor.numel() % VECTOR:
-            found = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
             raise ValueError(
-                f"silu_product: {name} is {found}; both must be contiguous, of one shape, and of a multiple of {VECTOR}"
+                f"silu_product: {name} must be contiguous, have gate's shape and a multiple of {VECTOR} elements, got "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}; .contiguous() copies a strided tensor"
             )
     checks.check_operands("silu_product", gate=gate, up=up)
     if gate.device.type == "cpu":

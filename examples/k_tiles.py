@@ -1,10 +1,10 @@
-"""A source of K-tiles of your own: a product that multiplies every other K-tile, as on a chessboard.
+"""User-defined source of K-tiles: a GEMM over a chessboard of A's tiles.
 
-Algorithm. A is cut into tiles of tile_m x tile_k. Row tile m multiplies K-tiles m % 2, m % 2 + 2, m % 2 + 4, ...: one
-of every two, and neighbouring row tiles take the other ones. So half of A is neither loaded nor multiplied.
+Algorithm. A consists of tiles of tile_m x tile_k. Row tile m multiplies K-tiles m % 2, m % 2 + 2, m % 2 + 4, ...: every
+second one, and the neighboring row tiles multiply the others. Half of A is neither loaded nor multiplied.
 
-A mainloop does not know where its next K-tile comes from: it asks a source (see cute_kernels/k_tiles.py). All of the
-pattern is in `at`. Loads, pipeline, tensor-core steps, epilogue and store are those of the dense kernel, on both paths.
+A mainloop does not know where its next K-tile comes from: it asks a source (see cute_kernels/k_tiles.py). `at`
+alone defines the pattern. Loads, pipeline, tensor-core steps, epilogue and store are the dense kernel's, on both paths.
 
     python -m examples.k_tiles
 """
@@ -26,12 +26,12 @@ from cute_kernels.runtime.families import function_for, register
 
 from .show import DEVICE, compare, inspect_facts, measure, normal, refused
 
-# Code: a source, the product around it, and its family
+# Code: a source, its GEMM, and its family
 
 
 @dataclass(frozen=True)
 class ChessboardKTiles(DenseKTiles):
-    """K-tiles m % 2, m % 2 + 2, ... of row tile m. `count` says how many, and `out` that it writes row tile m of D."""
+    """K-tiles m % 2, m % 2 + 2, ... of row tile m. `count` is their number; `out` is row tile m of D."""
 
     def at(self, i) -> KTile:
         k = 2 * i + self.m % 2
@@ -40,7 +40,7 @@ class ChessboardKTiles(DenseKTiles):
 
 @dataclass(frozen=True)
 class ChessboardSource(DenseSource):
-    shared_rows = 1  # neighbouring row tiles have other K-tiles: a cluster must not load B once for two of them
+    shared_rows = 1  # neighboring row tiles have other K-tiles: a cluster must not multicast B to two of them
 
     def for_tile(self, m, l, bounds) -> ChessboardKTiles:
         return ChessboardKTiles((self.count + 1 - m % 2) // 2, m, l)
@@ -59,14 +59,14 @@ class Chessboard(Dense):
     name, config = "chessboard", ChessboardConfig
 
     def serves(self, block) -> bool:
-        return False  # gemm must not choose it: it computes something else
+        return False  # gemm must not select it: it computes a different result
 
     def candidates(self, path, block, spec, *element) -> list:
         return [ChessboardConfig(**vars(config)) for config in super().candidates(path, block, spec, *element)]
 
     def unsupported(self, facts) -> str:
         if facts.config.cluster_m > 1 or facts.ranks != (2, 2, 2):
-            return "row tiles of a cluster would share B's K-tiles, but take other ones; and batches are not written"
+            return "clusters along M (row tiles have different K-tiles of B) and batches are not supported"
         return super().unsupported(facts)
 
     def catalogue(self, arch, quick=False) -> list:
@@ -90,7 +90,7 @@ def facts_of(a, b, arch: str):
 
 
 def compiled(a, b):
-    """A function of a and b that launches the kernel; made once, for their shapes."""
+    """Return a function of a and b that launches the kernel compiled for their shapes."""
     spec, sms = device_arch(a.get_device())
     facts = facts_of(a, b, spec.name)
     function, counts = function_for(facts), facts.counts(1, all_ctas(facts.config, sms))
@@ -107,36 +107,36 @@ def compiled(a, b):
 
 
 def masked(a, config):
-    """A with zeros where the product leaves K-tiles out."""
+    """A with zeros in the tiles that the GEMM skips."""
     rows = torch.arange(a.shape[0], device=a.device)[:, None] // config.tile_m
     columns = torch.arange(a.shape[1], device=a.device) // config.tile_k
     return torch.where(rows % 2 == columns % 2, a, 0.0)
 
 
-def walked(a, b, config):
-    """The product as the source says it, on the CPU: the source is plain Python outside of a kernel, too."""
+def emulated(a, b, config):
+    """Compute the GEMM on the CPU by iterating over the source, which is plain Python outside a kernel."""
     k_tiles, out = -(-a.shape[1] // config.tile_k), a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
     source = ChessboardSource(k_tiles, 1)
     for m, rows in enumerate(out.split(config.tile_m)):
-        part = source.for_tile(m, 0, source.bounds(m, 0, 0))
-        for i in range(part.count):
-            k = part.at(i).b[0] * config.tile_k
+        tiles = source.for_tile(m, 0, source.bounds(m, 0, 0))
+        for i in range(tiles.count):
+            k = tiles.at(i).b[0] * config.tile_k
             tile = slice(m * config.tile_m, (m + 1) * config.tile_m), slice(k, k + config.tile_k)
             rows += a[tile].float() @ b[tile[1]].float()
     return out.to(a.dtype)
 
 
 def check(M: int = 520, N: int = 264, K: int = 456) -> None:
-    """Sides that are no multiples of a tile, and an odd number of K-tiles for some tile_k."""
+    """Check extents that are not multiples of a tile, with an odd number of K-tiles for some tile_k."""
     a, b = normal(M, K, seed=1), normal(K, N, seed=2)
     if DEVICE == "cuda":
         call, config = compiled(a, b)
         result = call(a, b)
     else:
         config = facts_of(a, b, "sm_90").config
-        result = walked(a, b, config)
-    half = masked(a, config)
-    compare(result, half.double() @ b.double(), half @ b)
+        result = emulated(a, b, config)
+    a_masked = masked(a, config)
+    compare(result, a_masked.double() @ b.double(), a_masked @ b)
 
 
 def inspect() -> None:
@@ -145,7 +145,7 @@ def inspect() -> None:
 
 
 def errors() -> None:
-    """A wrong shape and a wrong dtype, and what a family says that it does not support."""
+    """Show the errors for a wrong shape, a wrong dtype, and unsupported facts."""
     a, b = normal(64, 64), normal(64, 64)
     refused(lambda: facts_of(a, b[:32], "sm_90"))
     refused(lambda: facts_of(a, b.half(), "sm_90"))
@@ -157,7 +157,7 @@ def errors() -> None:
 
 
 def times(size: int = 8192) -> None:
-    """Half of the work, beside all of it."""
+    """Time half of the work and all of it."""
     if DEVICE == "cpu":
         measure()
         return

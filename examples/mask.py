@@ -1,14 +1,14 @@
-"""A mask of your own for attention: a function of a query's and a key's position, computed in the kernel.
+"""User-defined attention mask: a function of query and key positions, computed in the kernel.
 
-Algorithm. Several documents lie one after another in a sequence. A token sees what came before it in its own document,
-and the first 64 tokens of the sequence, which all share:
+Algorithm. A sequence contains several documents, one after another. A token attends to earlier tokens of its own
+document, and to the first 64 tokens of the sequence, which all documents share:
 
     seen(q, kv) = kv <= q and (document[q] == document[kv] or kv < 64)
 
-`create_block_mask` calls the function once for all positions and sorts 128 x 128 blocks of scores into three
-kinds: none is seen, and the block is neither loaded nor multiplied; all are seen, and it needs no mask; or some are,
-and then the kernel computes the function for each score. Torch traces it; what it captures may be numbers, which become
-constants of the kernel, and tensors, which the kernel reads at each call.
+`create_block_mask` evaluates the function once for all positions and classifies 128 x 128 blocks of scores. Empty
+blocks are neither loaded nor multiplied. Full blocks need no mask. In partial blocks the kernel computes the function
+for each score. Torch traces it. Captured numbers become constants of the kernel; captured tensors are read by the
+kernel in each call.
 
     python -m examples.mask
 """
@@ -19,13 +19,13 @@ from attention import BlockMask, attention, block_sparse_attention, create_block
 
 from .show import DEVICE, compare, inspect_call, measure, normal, refused
 
-SHARED = 64  # tokens that all others see
+SHARED = 64  # first tokens, visible to all later ones
 
 # Code
 
 
 def mask_of(document: torch.Tensor) -> BlockMask:
-    """The mask of tokens of which each is in the document of this number; document is (S,) and ascends."""
+    """Return the mask for document, (S,): the index of each token's document, ascending."""
 
     def seen(b, h, q, kv):
         return (kv <= q) & ((document[q] == document[kv]) | (kv < SHARED))
@@ -34,7 +34,7 @@ def mask_of(document: torch.Tensor) -> BlockMask:
 
 
 def operands(length: int, device: str = DEVICE):
-    """q, k, v (B, H, S, D), and a mask of documents of 300 tokens."""
+    """q, k, v (B, H, S, D), and the mask for documents of 300 tokens."""
     q, k, v = (normal(2, 4, length, 64, seed=seed, device=device) for seed in range(3))
     return q, k, v, mask_of(torch.arange(length, device=device) // 300)
 
@@ -43,25 +43,25 @@ def operands(length: int, device: str = DEVICE):
 
 
 def check(length: int = 700) -> None:
-    """Against torch's attention in fp64 with the whole mask in memory, (S, S)."""
+    """Compare with torch's attention in FP64 with a materialized mask, (S, S)."""
     q, k, v, mask = operands(length)
     position = torch.arange(length, device=q.device)
     zero = torch.zeros((), dtype=torch.long, device=q.device)
-    whole = mask.mask_mod(zero, zero, position[:, None], position)
+    dense_mask = mask.mask_mod(zero, zero, position[:, None], position)
     attend = torch.nn.functional.scaled_dot_product_attention
-    exact = attend(q.double(), k.double(), v.double(), attn_mask=whole)
-    compare(block_sparse_attention(q, k, v, mask), exact, attend(q, k, v, attn_mask=whole))
+    exact = attend(q.double(), k.double(), v.double(), attn_mask=dense_mask)
+    compare(block_sparse_attention(q, k, v, mask), exact, attend(q, k, v, attn_mask=dense_mask))
 
 
 def inspect(length: int = 2048) -> None:
-    """The kernel of this mask, and the causal one, whose mask needs no function."""
+    """Inspect the kernel for this mask, and the causal kernel, which needs no function."""
     q, k, v, mask = operands(length, "cpu")
     inspect_call(block_sparse_attention, q, k, v, mask)
     inspect_call(attention, q, k, v, causal=True)
 
 
 def errors() -> None:
-    """A mask of other lengths, a function that returns no bool, and one that cannot be traced."""
+    """Show the errors for a mask of other lengths, a function that returns no bool, and an untraceable function."""
     q, k, v, mask = operands(256)
     other = mask_of(torch.zeros(128, dtype=torch.long, device=DEVICE))
     refused(lambda: block_sparse_attention(q, k, v, other))
@@ -73,7 +73,7 @@ def errors() -> None:
 
 
 def times(length: int = 8192) -> None:
-    """Documents of 300 tokens leave few blocks: beside causal attention, which computes half of them."""
+    """Time documents of 300 tokens, which leave few blocks, and causal attention, which computes half of all blocks."""
     q, k, v, mask = operands(length if DEVICE == "cuda" else 256)
     measure(
         documents=lambda: block_sparse_attention(q, k, v, mask),
