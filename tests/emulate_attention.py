@@ -252,7 +252,7 @@ def of_forward(facts):
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
 
 
-KINDS = {"flash forward": of_forward, "values of 8 bits": EmulatedValues, "decode": EmulatedDecode}
+KINDS = {"flash forward": of_forward, "FP8 values": EmulatedValues, "decode": EmulatedDecode}
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:

@@ -138,10 +138,10 @@ def test_tensors_in_other_roles():
     q, k, v, out = operands(Sk=16)
     lengths, table = torch.tensor([7, 16], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
     attention(q, k, v, out=out)
-    refused(TypeError, "seqused_k is torch.bfloat16", q, k, v, seqused_k=out)
+    refused(TypeError, "seqused_k must be torch.int32, got torch.bfloat16", q, k, v, seqused_k=out)
     attention(q, k, v, seqused_k=lengths)
-    refused(ValueError, "a page_table needs seqused_k", q, k, v, page_table=table)
-    refused(ValueError, "seqused_k has shape", q, k, v, seqused_k=table)
+    refused(ValueError, "page_table requires seqused_k", q, k, v, page_table=table)
+    refused(ValueError, "seqused_k must have shape", q, k, v, seqused_k=table)
     refused(TypeError, "out must be a torch.Tensor", q, k, v, out=1)
 
 

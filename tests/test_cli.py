@@ -378,7 +378,7 @@ def test_cache_is_described_and_cleared(tmp_path, monkeypatch, capsys):
         ("inspect --family none", "unknown family 'none'; known are dense"),
         ("compile --out x", "the following arguments are required: --arch, or --calls"),
         ("compile --out x --calls y --op gemm", "leave out what else says which (ops)"),
-        ("compile --out x --arch sm_80 --head-dim 100", "head dimension 100 has no kernel"),
+        ("compile --out x --arch sm_80 --head-dim 100", "head dimension must be 64"),
         ("compile --out x --arch sm_80 --block 128", "'128' is no block shape"),
         ("compile --out x --arch sm_80 --block 64x64,100x100", "'100x100' is no block shape"),
         ("compile --out x --arch sm_80 --block 0x16", "'0x16' is no block shape"),

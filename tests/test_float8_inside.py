@@ -167,8 +167,8 @@ def test_arrivals():
     """Rings that no consumer reads are read by other warps of the producer's warpgroup."""
     facts = INSIDE[0]
     kernel = FLASH.entry(facts)
-    assert set(kernel.arrivals) >= {"Q, K", "V", "V of 8 bits"}
-    assert kernel.arrivals["V"].full == CONVERTERS == kernel.arrivals["V of 8 bits"].empty
+    assert set(kernel.arrivals) >= {"Q, K", "V", "FP8 V"}
+    assert kernel.arrivals["V"].full == CONVERTERS == kernel.arrivals["FP8 V"].empty
     barriers.check_arrivals("forward", kernel.threads, 1, kernel.arrivals)
     for wrong in (barriers.Arrivals(1, 0), barriers.Arrivals(1, 0, others=CONVERTERS + 1)):
         with pytest.raises(ValueError, match="pipeline V"):
@@ -178,8 +178,8 @@ def test_arrivals():
 def test_what_does_not_convert():
     facts = INSIDE[0]
     assert "a packed V's rows" in unsupported(replace(facts, packed=True))
-    assert "V of bfloat16 is not converted" in unsupported(replace(facts, given_v="bfloat16"))
-    assert "with fast sums, is not converted" in unsupported(replace(facts, fast=True))
+    assert "bfloat16 V is not converted" in unsupported(replace(facts, given_v="bfloat16"))
+    assert "with fast accumulation is not converted" in unsupported(replace(facts, fast=True))
     rows = torch.zeros(500, dtype=torch.int32)
     mask = create_block_mask(And(RowRange(rows, rows + 1), Band(None, 0, 3)), None, None, 300, 500)
     call = {name: torch.zeros(1, 2, n, 128).to(E4M3) for name, n in (("q", 300), ("k", 500), ("v", 500))}

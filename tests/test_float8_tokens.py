@@ -326,7 +326,7 @@ def test_tiles():
     assert {(f.head_dim, f.fast) for f in found} >= set(itertools.product(choose.HEAD_DIMS, (False, True)))
     assert all(f.tokens and not unsupported(f) and SCALE_TOKENS % f.config.tile_n == 0 for f in found)
     facts = Float8Facts("sm_90a", "sm_90", choose.FlashConfig(192, 96, 4, 3), fast=True, tokens=True)
-    assert "tiles of 96 keys have scales of several blocks" in unsupported(facts)
+    assert "a tile of 96 keys spans several scale blocks" in unsupported(facts)
 
 
 # Errors
@@ -358,7 +358,9 @@ def test_what_has_none():
     with pytest.raises(ValueError, match="a sequence being an item: packed sequences have no scales of blocks of tok"):
         attention(**call, k_descale=torch.ones(2, 2, 1))
     q, k, v = qkv(Sq=1, Sk=200)
-    with pytest.raises(ValueError, match=r"k_descale has shape .2, 2, 2.; .*caches have no scales of blocks of tokens"):
+    with pytest.raises(
+        ValueError, match="k_descale must have shape .*, got .2, 2, 2.; scales per block of tokens are not supported"
+    ):
         attention(q, *(t.to(E4M3) for t in (k, v)), seqused_k=torch.ones(2, dtype=torch.int32), k_descale=ONES)
     with pytest.raises(TypeError):
         scaled_dot_product_attention(q, k, v, k_descale=ONES)

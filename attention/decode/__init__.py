@@ -1,1 +1,1 @@
-"""The decoding kernels: few queries against long keys and values, which may lie in pages."""
+"""The decode kernels: short Q against long K and V, which may be paged."""

@@ -1,4 +1,4 @@
-"""What the decoding kernels are compiled from: fakes of their arguments."""
+"""Fake arguments that the decode kernels are compiled with."""
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 
@@ -18,5 +18,5 @@ def decode_args(facts: DecodeFacts) -> tuple:
     tensors = *tensor_args(facts), *sinks_args(facts), seqlens, table, score_args(facts.score), *parts
     scales = ()
     if facts.cache:
-        scales = (fake_tensor("float32", 2, None, 1) if there else None for there in (facts.k_descale, facts.v_descale))
+        scales = (fake_tensor("float32", 2, None, 1) if used else None for used in (facts.k_descale, facts.v_descale))
     return *tensors, *scales, *scalar_args(facts), Int32(1), *ctas, fake_stream()

@@ -1,4 +1,4 @@
-"""Which decoding kernels there are; see forward/catalogue.py."""
+"""Catalogue of the decode kernels; see forward/catalogue.py."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,21 +25,21 @@ SM_90_CASES = [
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
     (128, 128, ALL | {"split": False, "sinks": "float32"}),
 ]
-# Of a cache with lengths, split among CTAs: ALiBi, causal, also of pages, and a bias (B, H, Sq, Sk).
+# A cache with sequence lengths and split-KV: ALiBi, causal, also paged, and a bias (B, H, Sq, Sk).
 SCORED = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
 SCORED_CASES = [
     SCORED | {"score": SCORES["slopes"]},
     SCORED | {"score": SCORES["slopes"], "page_size": 64},
     SCORED | {"score": SCORES["bias"], "window": WindowKind()},
 ]
-# With pages and head dimension 256 a few addresses are spilled.
+# With pages and head dimension 256 a few addresses spill.
 SM_80_CASES = [
     *((d, d, ALL | {"page_size": 16 if d < 256 else 0}) for d in HEAD_DIMS),
     (128, 128, {"seqlens": True, "split": True, "lse": True}),
     (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
-# Of 8-bit caches: with everything, each head dimension; plain; and what else changes the kernel.
+# FP8 caches: each head dimension with all features; plain; and other features that change the kernel.
 SCALES = {"k_descale": True, "v_descale": True}
 E4M3, E5M2 = ({"cache": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2"))
 PAGED = {"seqlens": True, "page_size": 64, "split": True}
@@ -50,7 +50,7 @@ E5M2_CASES = [
 E4M3_CASES = [
     *((d, d, ALL | SCALES | E4M3) for d in HEAD_DIMS),
     *((d, d, E4M3) for d in HEAD_DIMS),
-    *((128, 128, E4M3 | PAGED | more) for more in ({}, SCALES, {"dtype": "float16"}, SCALES | {"split": False})),
+    *((128, 128, E4M3 | PAGED | extra) for extra in ({}, SCALES, {"dtype": "float16"}, SCALES | {"split": False})),
     (128, 128, E4M3 | SCALES | {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     (192, 128, E4M3 | SCALES | PAGED | {"page_size": 256}),
     (64, 256, E4M3 | {"seqlens": True, "window": BOTH}),
@@ -61,7 +61,7 @@ E4M3_CASES = [
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[DecodeFacts]:
-    """Each head dimension plain, with everything and with pages on sm_90; with everything on the sm_80 path."""
+    """Each head dimension plain, with all features and with pages on sm_90; with all features on the sm_80 path."""
     if quick:
         yield facts_of(spec, spec.path, 128, 128, ALL)
         return
@@ -86,7 +86,8 @@ def facts_of(spec: ArchSpec, path: str, d: int, dv: int, terms: dict, *packed_ro
 
 
 def usual(spec: ArchSpec, dtype: str, dim: int) -> Iterator[DecodeFacts]:
-    """What a bundle has: one or a few queries, causal or not, on a whole cache, one with lengths, or pages."""
+    """Kernels of a bundle: decode with and without a causal mask, on a whole cache, one with sequence lengths, or a
+    paged one."""
     caches = [{}, *({"seqlens": True, "page_size": size} for size in (0, 16, 64, 256))]
     for window, cache, split in itertools.product((WindowKind(), WindowKind(right=True)), caches, (False, True)):
         terms = {"dtype": dtype, "window": window, "split": split, **cache}

@@ -1,6 +1,6 @@
-"""Which calls of attention() take the decoding kernels, and with how many splits.
+"""Heuristics for decode: the calls of attention() that dispatch to the decode kernels, and their number of splits.
 
-That is every call with seqused_k or page_table, and those of few queries, whose time is that of reading K and V.
+Every call with seqused_k or page_table dispatches to them, and calls with short Q, which are bound by reading K and V.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from ..forward.choose import WIDE
 from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
 from .checks import capacity
 
-# By the larger of the two head dimensions: (tile_n, stages, CTAs an SM), with as much of K and V in flight as shared
-# memory holds. With two CTAs, one loads while the other does not; they are measured at 128 only, and above it their
+# By the larger of the two head dimensions: (tile_n, stages, CTAs per SM), with as much of K and V in flight as shared
+# memory holds. With two CTAs, one loads while the other does not; two are measured at 128 only, and above it their
 # rings would be too short.
 SM_90 = {
     64: (128, 3, 2),
@@ -29,20 +29,20 @@ SM_90 = {
     256: (64, 3, 1),
 }
 # Without, and with pages or a head dimension above 128, which need registers: (tile_m, tile_n, stages, warps). The
-# first that fits is taken.
+# first that fits is selected.
 SM_80 = {
     False: ((64, 32, 4, 4), (64, 32, 3, 4)),
     True: ((64, 16, 6, 4), (64, 16, 4, 4)),
 }
-# At head dimension 512, on sm_90 too: warps share their rows (FlashFacts.sharers). For at most WIDE_FEW packed rows,
-# without and with pages, which need registers. For more the forward kernel's tiles.
+# At head dimension 512, also on sm_90: warps split the head dimension of the same rows (FlashFacts.sharers). For at
+# most WIDE_FEW packed rows, without and with pages, which need registers. For more rows the forward kernel's tiles.
 WIDE_FEW = 16
 SM_80_WIDE_FEW = {
     False: ((16, 32, 3, 4), (16, 32, 2, 4), (16, 32, 1, 4)),
     True: ((16, 16, 6, 4), (16, 16, 4, 4), (16, 16, 2, 4)),
 }
-# Of 8-bit caches, by the larger of the two head dimensions: (tile_n, stages), the first that fits being taken. A warp's
-# tile of K has 3 to 4 KB, its ring 24: on sm_90 two CTAs an SM have most of 192 KB in flight.
+# FP8 caches, by the larger of the two head dimensions: (tile_n, stages); the first that fits is selected. A warp's tile
+# of K has 3 to 4 KB, its ring 24: on sm_90 two CTAs per SM have most of 192 KB in flight.
 FLOAT8 = {
     64: ((64, 3), (64, 2)),
     96: ((32, 4), (32, 3)),
@@ -51,11 +51,11 @@ FLOAT8 = {
     256: ((16, 3), (16, 2)),
 }
 FLOAT8_ROWS, FLOAT8_WARPS = 16, 4
-CTAS_SM_80 = 2  # that share an SM, as a rule
+CTAS_SM_80 = 2  # typical number of CTAs per SM
 TILE_M = 64
-OVERHEAD = 2.0  # of starting and ending a work item, in tiles of K and V; a model
+OVERHEAD = 2.0  # start and end of a work tile, in units of KV tiles; a model
 FAMILY = DecodeFacts.family
-COMBINE = 1.0  # of the second kernel, in the same
+COMBINE = 1.0  # the combine kernel, in the same unit
 
 _FORCED: contextvars.ContextVar[int | None] = contextvars.ContextVar("attention_splits", default=None)
 forced_splits = _FORCED.get
@@ -63,7 +63,8 @@ forced_splits = _FORCED.get
 
 @contextlib.contextmanager
 def splits(count: int):
-    """Inside the block, every call that can be takes the decoding kernel with so many splits: for tests and timing."""
+    """Force the decode kernel with `count` splits inside the block, for every call that it supports: for tests and
+    timing."""
     token = _FORCED.set(count)
     try:
         yield
@@ -72,18 +73,19 @@ def splits(count: int):
 
 
 def best_splits(items: int, tiles: int, ctas: int) -> int:
-    """Among how many CTAs to split an item's tiles, where `ctas` run at once: the count that takes the least time."""
+    """Number of splits of a sequence's KV tiles with the least estimated time, if `ctas` CTAs run at once."""
 
-    def time(count: int) -> float:  # in tiles of K and V
+    def time(count: int) -> float:  # in units of KV tiles
         return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + COMBINE * (count > 1)
 
-    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # of equal ones, the first
+    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # the first of equals
 
 
 def serves(q, k, sms: int) -> bool:
-    """Whether a call without lengths and pages takes the decoding kernel: from shapes only.
+    """True if a call without seqused_k and page_table dispatches to the decode kernel. Depends on shapes only.
 
-    It does if the packed rows are one tile; or a few, and the other kernel would leave half of the SMs idle.
+    It does if the packed rows fit in one tile; or in a few tiles, if the forward kernel would leave half of the SMs
+    idle.
     """
     batch, heads, rows, _ = q.shape
     packed = heads // k.shape[1] * rows
@@ -92,31 +94,32 @@ def serves(q, k, sms: int) -> bool:
 
 
 def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
-    """The facts with their configuration, the only one there is for them, but at head dimension 512."""
+    """The facts with their configuration, the only one for them, except at head dimension 512."""
     dim = max(facts.head_dim, facts.head_dim_v)
     if facts.cache is not None:
         ctas = 2 if facts.spec.name == "sm_90" else 1
         configs = (FlashConfig(FLOAT8_ROWS, *c, FLOAT8_WARPS, ctas=ctas) for c in FLOAT8[dim])
-        found = (replace(facts, path="sm_80", config=c) for c in configs)
-        return next(f for f in found if f.smem_bytes <= f.spec.smem)
+        candidates = (replace(facts, path="sm_80", config=c) for c in configs)
+        return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
     if dim == WIDE:
         configs = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
-        found = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
-        return next(f for f in found if f.smem_bytes <= f.spec.smem)
+        candidates = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
+        return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
     if facts.path == "sm_90":
         tile_n, stages, ctas = SM_90[dim]
         return replace(facts, config=FlashConfig(TILE_M, tile_n, stages, 1, ctas=ctas))
-    found = (replace(facts, config=FlashConfig(*c)) for c in SM_80[facts.page_size > 0 or dim > 128])
-    return next(f for f in found if f.smem_bytes <= f.spec.smem)
+    candidates = (replace(facts, config=FlashConfig(*c)) for c in SM_80[facts.page_size > 0 or dim > 128])
+    return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
 
 
 def refuse_narrow(q, k) -> bool:
-    """False, for another kernel; TypeError if K is of 8 bits, which only the decoding kernel reads."""
+    """Raise TypeError if K is FP8, which only the decode kernel supports; otherwise return False, for another
+    kernel."""
     if k.dtype in NARROW:
         raise TypeError(
-            f"attention: k and v are {k.dtype}, which the decoding kernel reads, and {q.shape[2]} queries of "
-            f"{q.shape[1]} heads are not few; give seqused_k, which always takes that kernel and is slow for many "
-            "queries, or dequantise k and v, k.to(q.dtype) * k_descale"
+            f"attention: {k.dtype} k and v with {q.dtype} q require the decode kernel, which is selected for short q, "
+            f"got {q.shape[2]} queries and {q.shape[1]} heads; pass seqused_k, which always selects it (slow for long "
+            "q), or dequantize k and v, k.to(q.dtype) * k_descale"
         )
     return False
 
@@ -124,7 +127,7 @@ def refuse_narrow(q, k) -> bool:
 def use(
     plan, facts: FlashFacts, q, k, seqused_k, page_table, bounds: tuple, sms: int, k_descale=None, v_descale=None
 ) -> None:
-    """Make the decoding kernel that of a plan, of which all else is done; `bounds` are the window's (left, right)."""
+    """Set the decode kernel of a plan that is complete otherwise; `bounds` are the window's (left, right)."""
     cached = seqused_k is not None
     spans = cached and seqused_k.dim() == 2
     page_size = 0 if page_table is None else k.shape[2]
@@ -133,11 +136,11 @@ def use(
     columns, qhead_per_kvhead = capacity(k, page_table), heads // k.shape[1]
     if spans:
         base["window"] = replace(facts.window, left=True)
-        if bounds[0] is None:  # one that no row reaches
+        if bounds[0] is None:  # a bound that masks no row
             scale, cap, _, right = plan.scalars
             plan.scalars = scale, cap, columns, right
-    if narrow := NARROW.get(k.dtype):
-        base |= {"cache": narrow, "k_descale": k_descale is not None, "v_descale": v_descale is not None}
+    if cache_dtype := NARROW.get(k.dtype):
+        base |= {"cache": cache_dtype, "k_descale": k_descale is not None, "v_descale": v_descale is not None}
     facts = DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size)
     if reason := families.unsupported(facts):
         raise TypeError(f"attention: {reason}")
@@ -150,27 +153,27 @@ def use(
     count = forced_splits() or best_splits(items, -(-columns // facts.columns), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
-    plan.more = None, None, None  # seqused_k, page_table, what a score_mod reads
-    if narrow:
+    plan.more = None, None, None  # seqused_k, page_table, inputs of a score_mod
+    if cache_dtype:
         plan.more += None, None  # scales
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
     plan.notes.append(
-        f"decoding: {qhead_per_kvhead} heads of q in a tile of {tile_m} rows, K and V split among {count} CTAs"
+        f"decode: {qhead_per_kvhead} query heads packed in a tile of {tile_m} rows, K and V split among {count} CTAs"
     )
-    if narrow:
-        plan.notes.append(f"k and v are {narrow}, made fp16 in registers")
+    if cache_dtype:
+        plan.notes.append(f"k and v are {cache_dtype}, converted to fp16 in registers")
 
 
 def ctas_of(facts: DecodeFacts) -> int:
-    """How many CTAs share an SM."""
+    """Number of CTAs per SM."""
     if facts.path == "sm_90" or facts.cache:
         return facts.config.ctas
     return 1 if facts.head_dim == WIDE else CTAS_SM_80
 
 
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
-    """The compiled function with what the splits write: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
+    """The compiled function with its partial results allocated: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
     def whole(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
         function(q, k, v, out, lse, sinks, seqlens, table, reads, None, None, *scalars)

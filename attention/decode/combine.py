@@ -1,13 +1,14 @@
-"""The second kernel of a split attention: it combines the parts that CTAs computed of their runs of K and V.
+"""The combine kernel of split-KV attention: it combines the partial results of the splits.
 
-A part has its own softmax: O_s is divided by its own sum, and LSE_s is the logarithm of that sum. The result is
+A split has its own softmax: O_s is divided by its own sum, and LSE_s is the logarithm of that sum. The result is
 
     LSE = log(sum of exp(LSE_s))    O = sum of exp(LSE_s - LSE) O_s
 
-A sink is one more part, whose O is 0.
+A sink is one more split, whose O is 0.
 
-A CTA computes one row. Each warp adds up every fourth part, several at once, as an online softmax adds up tiles; a lane
-has one column of each 32. Then the warps' sums are added through shared memory. The order is always the same.
+A CTA computes one row. Each warp accumulates every fourth split, several at once, as an online softmax accumulates
+tiles; a lane has one column of each 32. Then the warps' accumulators are added through shared memory. The order is
+fixed, so the result is deterministic.
 """
 
 import cutlass
@@ -18,14 +19,14 @@ from ..forward.softmax import LN2, exp2
 
 LOG2E = 1.4426950408889634
 WARPS = 4
-UNROLL = 8  # parts that a warp loads at once
+UNROLL = 8  # splits that a warp loads at once
 
 
 class Combine:
-    """Compiles to the kernel for one width of O.
+    """Compiles to the kernel for one head_dim_v.
 
-    early: whether it may be launched before the parts are computed (programmatic dependent launch). It then waits for
-        them, and lets the next kernel start early, too.
+    early: True for a secondary kernel of programmatic dependent launch. It waits for the splits, and lets the next
+    kernel start early, too.
     """
 
     threads = 32 * WARPS
@@ -49,7 +50,7 @@ class Combine:
         warp, lane = cute.arch.make_warp_uniform(tidx // 32), tidx % 32
         q, h, b = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((self.head_dim_v, WARPS)), byte_alignment=16)
+        accumulators = smem.allocate_tensor(Float32, cute.make_layout((self.head_dim_v, WARPS)), byte_alignment=16)
         row_maxes, row_sums = (
             smem.allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16) for _ in range(2)
         )
@@ -67,7 +68,7 @@ class Combine:
 
         for begin in cutlass.range(warp, splits, WARPS * UNROLL, unroll=1):
             for u in range_constexpr(UNROLL):
-                s = cutlass.min(begin + u * WARPS, splits - 1)  # past the last part, that one again, with weight 0
+                s = cutlass.min(begin + u * WARPS, splits - 1)  # past the last split, the last one again with weight 0
                 lses[u] = gLSE[s]
                 for c in range_constexpr(columns):
                     parts[u, c] = gO[s, lane + 32 * c]
@@ -87,7 +88,7 @@ class Combine:
                 for c in range_constexpr(columns):
                     acc[c] = acc[c] + weight * parts[u, c]
         for c in range_constexpr(columns):
-            sums[lane + 32 * c, warp] = acc[c]
+            accumulators[lane + 32 * c, warp] = acc[c]
         if lane == 0:
             row_maxes[warp], row_sums[warp] = row_max, row_sum
         cute.arch.barrier()
@@ -106,14 +107,14 @@ class Combine:
             row_sum = row_sum + exp2((sink - scaled_max) * LOG2E)
         inverse = cute.arch.rcp_approx(row_sum)
         lse = scaled_max + cute.math.log2(row_sum, approx=True, ftz=True) * LN2
-        if row_sum == 0.0:  # NaN is not 0: a part of NaN makes the row NaN
+        if row_sum == 0.0:  # NaN is not 0: a NaN split makes the row NaN
             inverse, lse = Float32(0.0), -Float32.inf
         for begin in range_constexpr(0, self.head_dim_v, self.threads):
             column = begin + tidx
             if column < self.head_dim_v:
                 out = Float32(0.0)
                 for w in range_constexpr(WARPS):
-                    out = out + factors[w] * sums[column, w]
+                    out = out + factors[w] * accumulators[column, w]
                 mO[b, h, q, column] = (out * inverse).to(mO.element_type)
         if const_expr(mLSE is not None):
             if tidx == 0:
@@ -121,7 +122,7 @@ class Combine:
 
     @cute.jit
     def finite(self, row_max: Float32) -> Float32:
-        """0 for -inf, so that no -inf is subtracted from another."""
+        """0 for -inf, so that -inf is never subtracted from -inf."""
         scaled_max = row_max
         if row_max == -Float32.inf:
             scaled_max = Float32(0.0)

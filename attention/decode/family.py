@@ -1,4 +1,4 @@
-"""The decoding kernels as a family: what tools and tests know of them."""
+"""The decode kernels as a family, for tools and tests."""
 
 import itertools
 import re
@@ -15,11 +15,11 @@ from ..forward.family import describe
 from .arguments import decode_args
 
 GLOBAL = set("LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UBLKCP UTMAPF UBLKPF CCTL".split())
-SM_SMEM, SM_PART_REGISTERS = 233_472, 16_384  # bytes of an SM; registers of each of its four parts
+SM_SMEM, SM_PART_REGISTERS = 233_472, 16_384  # bytes of an SM; registers of each of its four partitions
 
 
 class Decode(Family):
-    """Attention of few queries over long K and V, whose tiles CTAs share; a second kernel combines their parts."""
+    """Attention of short Q over long K and V with split-KV; a second kernel combines the splits."""
 
     name = "decode"
     ops = ("attention",)
@@ -49,7 +49,7 @@ class Decode(Family):
 
     def unsupported(self, facts: DecodeFacts) -> str:
         if facts.cache and max(facts.head_dim, facts.head_dim_v) == WIDE:
-            return f"k and v of {facts.cache} have no kernel at head_dim {WIDE}; dequantise them, .to(q.dtype) * scale"
+            return f"{facts.cache} k and v are not supported at head_dim {WIDE}; dequantize them, .to(q.dtype) * scale"
         return ""
 
     def tensor_core(self, facts: DecodeFacts) -> str:
@@ -59,16 +59,16 @@ class Decode(Family):
         return ("decode", {DECODE_CONSUMERS: 1}) if facts.path == "sm_90" else None
 
     def describe(self, facts: DecodeFacts) -> dict[str, str]:
-        found = describe(facts)
+        columns = describe(facts)
         if facts.cache:
-            found["operands"] += f", cache {facts.cache.removeprefix('float8_')}"
-        more = (
+            columns["operands"] += f", cache {facts.cache.removeprefix('float8_')}"
+        features = (
             *(name for name in ("k_descale", "v_descale") if getattr(facts, name)),
             f"pages {facts.page_size}" if facts.page_size else "",
             "spans" if facts.spans else "lengths" if facts.seqlens else "",
         )
-        words = [found["epilogue"], *more, "split" if facts.split else ""]
-        return found | {"epilogue": " ".join(filter(None, words))}
+        words = [columns["epilogue"], *features, "split" if facts.split else ""]
+        return columns | {"epilogue": " ".join(filter(None, words))}
 
     def judge(self, facts: DecodeFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         if facts.cache and facts.early:
@@ -77,13 +77,13 @@ class Decode(Family):
             return problems
         found = problems + early_problems(cubin)
         if resources.utmaldg < 3 * facts.config.tile_n // facts.box:
-            found.append(f"{resources.utmaldg} TMA loads are too few")
+            found.append(f"{resources.utmaldg} TMA loads, expected at least {3 * facts.config.tile_n // facts.box}")
         if resources.wgmma_waits >= resources.wgmmas / 4:
-            found.append(f"{resources.wgmma_waits} waits for {resources.wgmmas} warpgroup products")
-        # Of an SM's four parts one has two of a CTA's five warps or, of two CTAs, three.
+            found.append(f"{resources.wgmma_waits} waits for {resources.wgmmas} WGMMAs")
+        # One of an SM's four partitions has two of a CTA's five warps or, with two CTAs, three.
         warps, registers = 1 + facts.config.ctas, -(-resources.registers // 8) * 8
         if warps * 32 * registers > SM_PART_REGISTERS:
-            found.append(f"{registers} registers a thread are too many for {facts.config.ctas} CTAs an SM")
+            found.append(f"{registers} registers per thread are too many for {facts.config.ctas} CTAs per SM")
         return found
 
     def smem_limit(self, facts: DecodeFacts) -> int:
@@ -92,7 +92,8 @@ class Decode(Family):
 
 
 def early_problems(cubin: bytes) -> list[str]:
-    """Where one of the kernels does not wait for the kernel before it first of all, or does not let the next start."""
+    """Violations of programmatic dependent launch: global memory accesses before the wait, or no early launch of the
+    next kernel."""
     found = []
     for kernel in re.split(r"(?=\.section\s+\.text)", inspect.disassemble(cubin))[1:]:
         ops = [op.partition(".")[0] for op in inspect.instructions(kernel)]

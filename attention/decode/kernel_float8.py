@@ -1,15 +1,15 @@
-"""The kernel for decoding from a cache of 8-bit floats, on all architectures: bound by the bytes of K and V.
+"""The decode kernel for an FP8 KV cache, on all architectures: bound by the bytes of K and V.
 
-    four warps     each with all 16 packed rows (packing.py), every fourth tile of K and V, and a ring of its own
-                   (mainloop_float8); in the end their results are merged (merge_float8)
+    four warps     each with all 16 packed rows (packing.py), every fourth KV tile, and its own ring
+                   (mainloop_float8); at the end their results are merged (merge_float8)
 
-No warp waits for another while it reads, so what is in flight is nearly all of the rings, on sm_90 those of two CTAs an
-SM. A CTA computes one part of a tile, as on the sm_80 path, whose loads and products these are: Hopper's WGMMA would
-want K and V of 16 bits in shared memory.
+Warps are independent while they read, so nearly all of the rings is in flight, on sm_90 those of two CTAs per SM. A CTA
+computes one split of a tile. Loads and MMAs are those of the sm_80 path: Hopper's WGMMA would require 16-bit K and V in
+shared memory.
 
 With pages, lane j looks up the page of a tile's box j, a whole step before the copies that need it.
 
-On sm_90 both kernels are launched early (programmatic dependent launch), see kernel_sm90.
+On sm_90 both kernels use programmatic dependent launch, see kernel_sm90.
 """
 
 import cuda.bindings.driver as cuda
@@ -32,7 +32,7 @@ from .store import packed, read_sinks
 
 
 class DecodeFloat8:
-    """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
+    """Compiles to one kernel per `DecodeFacts`, plus the combine kernel with split-KV."""
 
     def __init__(self, facts: DecodeFacts):
         self.facts, self.cfg = facts, facts.config
@@ -47,14 +47,14 @@ class DecodeFloat8:
     def __call__(
         self,
         mQ: cute.Tensor,  # (B, H, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D) or (pages, Hkv, page_size, D), of 8 bits
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv), of 8 bits
+        mK: cute.Tensor,  # (B, Hkv, Sk, D) or (pages, Hkv, page_size, D), FP8
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv), FP8
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         mSinks: cute.Tensor | None,  # (H,)
         mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
-        score_tensors: tuple | None,  # what a score_mod reads
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
+        score_tensors: tuple | None,  # inputs of the score_mod
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         mKScale: cute.Tensor | None,  # (B, Hkv) fp32
@@ -80,7 +80,7 @@ class DecodeFloat8:
             grid=(scheduler.count, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=100,  # not exported; without it, the DSL would ask a GPU
+            preferred_smem_carveout=100,  # not exported; otherwise the DSL would query a GPU
             use_pdl=facts.early,
             stream=stream,
         )  # fmt: skip
@@ -100,7 +100,7 @@ class DecodeFloat8:
         mV: cute.Tensor,  # (B or pages, Hkv, S, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         mKScale: cute.Tensor | None,  # (B, Hkv)
@@ -110,7 +110,7 @@ class DecodeFloat8:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
-        mSinks: cute.Tensor | None,  # (H,); not of a part
+        mSinks: cute.Tensor | None,  # (H,); None with split-KV
         score_tensors: tuple | None,
     ):
         facts = self.facts
@@ -120,7 +120,7 @@ class DecodeFloat8:
         rings = at_q + const_expr(facts.q_bytes)
         tile = scheduler.decode(cute.arch.block_idx()[0])
         if const_expr(facts.early):
-            cute.arch.griddepcontrol_wait()  # nothing in global memory is read or written before it
+            cute.arch.griddepcontrol_wait()  # no global memory access before it
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
         g = source.qhead_per_kvhead
@@ -129,7 +129,7 @@ class DecodeFloat8:
         ring = rings + warp * self.mainloop.ring_bytes
         from_k, from_v = (mK, mTable), (mV, mTable)
         if tiles.count > 0:
-            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
+            # Only the first tile visited can extend past the end of K and V; the rows after it become zeros.
             self.mainloop.fill(ring, warp, tile, tiles, from_k, from_v, seqlen.cols)
         k_scale = v_scale = None
         if const_expr(mKScale is not None):
@@ -155,11 +155,11 @@ class DecodeFloat8:
     def copy_tile(
         self, op: cutlass.Constexpr, cache: tuple, tile, n: Int32, pages: Int32, to_tile: Int32, end: Int32 | None
     ):
-        """Copy a warp's tile n of K or V; lines from `end` on, if that is given, or of pages that do not exist become
+        """Copy a warp's tile n of K or V; lines from `end` on, unless it is None, and lines of invalid pages become
         zeros.
 
-        cache: (mX, mTable), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None. pages: of the
-        tile's boxes, pages.pages_of_tile's.
+        cache: (mX, mTable), with mX (B or pages, Hkv, S, D) and mTable (B, pages per sequence) or None. pages: page
+        indices of the tile's boxes, from pages.pages_of_tile.
         """
         mX, mTable = cache
         line, element = first_vector(op, cute.arch.lane_idx())
@@ -167,7 +167,7 @@ class DecodeFloat8:
         to = op.offset(line, start)
         box = const_expr(self.facts.box)
         head = mX.iterator.toint() + Int64(tile.h_kv) * mX.stride[1] + start
-        each = Int64(mX.stride[2]) * const_expr(lines_at_once(op))  # bytes from a thread's line to its next one
+        pitch = Int64(mX.stride[2]) * const_expr(lines_at_once(op))  # bytes from a thread's line to its next one
         source, valid, passed = head, cutlass.Boolean(True), const_expr(-1)
         for lines, byte in const_expr(vectors(op)):
             if const_expr(lines > passed):
@@ -180,7 +180,7 @@ class DecodeFloat8:
                         item = cutlass.max(item, 0)
                     source = head + Int64(item) * mX.stride[0] + (Int64(number) * box + line) * mX.stride[2]
                 else:
-                    source = source + each
+                    source = source + pitch
                 inside = valid
                 if const_expr(end is not None):
                     inside = valid & (n * op.lines + line + lines < end)

@@ -1,9 +1,9 @@
-"""The sm_80 kernel for decoding: packed rows, lengths, pages and splits (packing.py) on mainloop_sm80.
+"""The sm_80 decode kernel: packed rows, sequence lengths, pages and splits (packing.py) on mainloop_sm80.
 
-    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows, or share them
-                   with others (mainloop_sm80)
+    four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows, or split the
+                   head dimension of the same rows (mainloop_sm80)
 
-A CTA computes one part of a tile. Several CTAs share an SM: what they have in flight together sets the speed. With
+A CTA computes one split of a tile. Several CTAs share an SM: their total of bytes in flight determines the speed. With
 pages, a thread looks up the page of each line that it copies.
 """
 
@@ -25,7 +25,7 @@ from .store import packed, read_sinks, store_tile
 
 
 class DecodeSm80:
-    """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
+    """Compiles to one kernel per `DecodeFacts`, plus the combine kernel with split-KV."""
 
     def __init__(self, facts: DecodeFacts):
         self.facts, self.cfg = facts, facts.config
@@ -45,8 +45,8 @@ class DecodeSm80:
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         mSinks: cute.Tensor | None,  # (H,)
         mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
-        score_tensors: tuple | None,  # what a score_mod reads
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
+        score_tensors: tuple | None,  # inputs of the score_mod
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         scale_log2: Float32,
@@ -85,7 +85,7 @@ class DecodeSm80:
         mV: cute.Tensor,  # (B or pages, Hkv, S, Dv)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         source: PackedWindowSource,
@@ -93,7 +93,7 @@ class DecodeSm80:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
-        mSinks: cute.Tensor | None,  # (H,); not of a part
+        mSinks: cute.Tensor | None,  # (H,); None with split-KV
         score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
@@ -111,7 +111,7 @@ class DecodeSm80:
         rows = seqlen.rows * source.qhead_per_kvhead
         from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
-            # Only the first tile visited can reach past the end of K and V; the rows after it become zeros.
+            # Only the first tile visited can extend past the end of K and V; the rows after it become zeros.
             self.copy_q(packed(mQ, tile, source.qhead_per_kvhead), tile.m * cfg.tile_m, c.sQ, rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
         self.mainloop.wait(2 * cfg.stages - 1)
@@ -145,9 +145,9 @@ class DecodeSm80:
 
     @cute.jit
     def copy_tile(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """Copy tile n of K or V; lines from `end` on, if that is given, or of pages that do not exist become zeros.
+        """Copy tile n of K or V; lines from `end` on, unless it is None, and lines of invalid pages become zeros.
 
-        cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages of an item) or None.
+        cache: (mX, mTable, pages, tile), with mX (B or pages, Hkv, S, D) and mTable (B, pages per sequence) or None.
         """
         if const_expr(lines_at_once(op) <= op.lines):
             self.copy_lines(op, cache, n, to_tile, end)
@@ -156,7 +156,7 @@ class DecodeSm80:
 
     @cute.jit
     def copy_lines(self, op: cutlass.Constexpr, cache: tuple, n: Int32, to_tile: Int32, end: Int32 | None):
-        """The same for this thread's vectors."""
+        """Copy this thread's vectors of a tile; see `copy_tile`."""
         mX, mTable, pages, tile = cache
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         width = const_expr(op.element.width)

@@ -1,23 +1,23 @@
-"""The sm_90 kernel for decoding, few queries and long K and V: bound by the bytes of K and V, which are read once.
+"""The sm_90 decode kernel: short Q and long K and V, bound by the bytes of K and V, which are read once.
 
-    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which Q's heads are packed (packing.py)
+    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which query heads are packed (packing.py)
     warp 4         producer, issues all TMA loads of K and V
 
-    named barrier 1   the consumers, around loads of Q and zeros in V
+    named barrier 1   the consumers, around loads of Q and zeroing of V
 
 The pipelines and the consumers' steps are those of mainloop_sm90. Consumers also load Q, a few rows of many heads,
-while the rings fill. The rings are deep: what is in flight, not the products, sets the speed. Up to head dimension 128
-two CTAs share an SM: while one begins or ends, the other loads.
+while the rings fill. The rings are deep: the bytes in flight, not the WGMMAs, determine the speed. Up to head dimension
+128 two CTAs share an SM: while one begins or ends, the other loads.
 
-There are fewer heads of K and V than SMs, so the tiles of each are split among CTAs. Each part has its own softmax and
-stores its O and LSE in fp32; a second kernel (combine.py) computes the result from them.
+There are fewer KV heads than SMs, so the tiles of each are split among CTAs (split-KV). Each split has its own softmax
+and stores its O and LSE in FP32; a second kernel (combine.py) computes the result from them.
 
-Both are launched early (programmatic dependent launch), this one also where nothing is split: CTAs may start and make
-their barriers before the kernel ahead of them in the stream has ended, if it allows that. They wait for its end before
-they read or write anything in global memory, so when a kernel has ended, so have all ahead of it. This kernel lets the
-next one start when its last loads are issued, the combining one at once: its CTAs leave room for others.
+Both use programmatic dependent launch, this one also without splits: CTAs may start and initialize their barriers
+before the preceding kernel in the stream has ended, if it allows that. They wait for its end before they access global
+memory, so when a kernel has ended, so have all preceding ones. This kernel lets the next one start when its last loads
+are issued, the combine kernel at once: its CTAs leave room for others.
 
-With pages, a tile of K or V is loaded in boxes of at most a page's rows. The page numbers of a tile are read while the
+With pages, a tile of K or V is loaded in boxes of at most a page's rows. The page indices of a tile are read while the
 tile before is loaded; lane j reads that of box j.
 """
 
@@ -42,12 +42,12 @@ from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import box_of_tile, pages_of_tile
 from .store import packed, read_sinks, store_tile
 
-EVICT_FIRST = 0x12F0000000000000  # L2's policy for what is read once, as createpolicy encodes it
+EVICT_FIRST = 0x12F0000000000000  # L2 policy for data read once, as createpolicy encodes it
 LOADS = 4  # vectors of Q that a thread has in flight
 
 
 class DecodeSm90:
-    """Compiles to one kernel per `DecodeFacts`, and the combining one where it is split."""
+    """Compiles to one kernel per `DecodeFacts`, plus the combine kernel with split-KV."""
 
     def __init__(self, facts: DecodeFacts):
         self.facts, self.cfg = facts, facts.config
@@ -71,8 +71,8 @@ class DecodeSm90:
         mLSE: cute.Tensor | None,  # (B, H, Sq)
         mSinks: cute.Tensor | None,  # (H,)
         mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
-        score_tensors: tuple | None,  # what a score_mod reads
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
+        score_tensors: tuple | None,  # inputs of the score_mod
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
         scale_log2: Float32,
@@ -105,7 +105,7 @@ class DecodeSm90:
             grid=(cutlass.min(scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=100,  # not exported; without it, the DSL would ask a GPU
+            preferred_smem_carveout=100,  # not exported; otherwise the DSL would query a GPU
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
@@ -116,7 +116,7 @@ class DecodeSm90:
             )
 
     def boxed(self, layout, box: tuple):
-        """A ring's layout (rows, cols, PIPE) in the boxes that TMA writes: (box rows, box cols, boxes)."""
+        """A ring's layout (rows, cols, PIPE) divided into TMA boxes: (box rows, box cols, boxes)."""
         boxes = cute.flat_divide(layout, box)  # (box rows, box cols, boxes, 1, PIPE) or (.., 1, boxes, PIPE)
         return cute.group_modes(boxes, 2, 5)
 
@@ -132,7 +132,7 @@ class DecodeSm90:
         mQ: cute.Tensor,  # (B, H, Sq, D)
         mO: cute.Tensor,  # (B, H, Sq, Dv)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
-        mTable: cute.Tensor | None,  # (B, pages of an item)
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         mma_qk: cute.TiledMma,
@@ -142,7 +142,7 @@ class DecodeSm90:
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
-        mSinks: cute.Tensor | None,  # (H,); not of a part
+        mSinks: cute.Tensor | None,  # (H,); None with split-KV
         score_tensors: tuple | None,
     ):
         cfg, facts = self.cfg, self.facts
@@ -158,7 +158,7 @@ class DecodeSm90:
         pipe_k, pipe_v = self.mainloop.make_kv_rings(storage)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
-        cute.arch.griddepcontrol_wait()  # nothing in global memory is read or written before it
+        cute.arch.griddepcontrol_wait()  # no global memory access before it
 
         if warp == 4:
             tKsK, tKgK = self.partition(tma_k, sK, mK, (self.box, facts.head_dim))
@@ -193,9 +193,9 @@ class DecodeSm90:
                 tile = scheduler.decode(index)
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
-                row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, as all rows here
+                row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, like all rows here
                 rows = seqlen.rows * source.qhead_per_kvhead
-                sinks = read_sinks(mSinks, tile, source.qhead_per_kvhead, row)  # long before they are needed
+                sinks = read_sinks(mSinks, tile, source.qhead_per_kvhead, row)  # loaded long before they are used
                 if tiles.count > 0:
                     self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
                 softmax.clear()
@@ -219,25 +219,25 @@ class DecodeSm90:
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, sQ: cute.Tensor, first: Int32, rows: Int32, tidx: Int32):
-        """Load a tile of packed rows (rows, D) to (ROWS, D, 1), zeros for rows that do not exist."""
+        """Load a tile of packed rows (rows, D) to (ROWS, D, 1); rows past the end become zeros."""
         vectors = const_expr(self.facts.head_dim // VECTOR)  # of a row
         each = const_expr(ROWS * vectors // WARPGROUP)
         for begin in range_constexpr(0, each, LOADS):
-            found = cute.make_rmem_tensor((VECTOR, LOADS), self.dtype)
-            found.fill(0.0)
+            vectors_of_q = cute.make_rmem_tensor((VECTOR, LOADS), self.dtype)
+            vectors_of_q.fill(0.0)
             for i in range_constexpr(min(LOADS, each - begin)):
                 number = tidx + (begin + i) * WARPGROUP
                 row, column = first + number // vectors, number % vectors * VECTOR
                 if row < rows:
                     at = (mQ[row, None].iterator + column).toint()
                     place = cute.make_ptr(self.dtype, at, AddressSpace.gmem, assumed_align=16)
-                    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), found[None, i])
+                    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), vectors_of_q[None, i])
             if const_expr(begin == 0):
-                self.sync()  # all warps have finished their products with the tile before
+                self.sync()  # all warps have finished their WGMMAs with the tile before
             for i in range_constexpr(min(LOADS, each - begin)):
                 number = tidx + (begin + i) * WARPGROUP
                 place = cute.local_tile(sQ[None, None, 0], (1, VECTOR), (number // vectors, number % vectors))
-                cute.autovec_copy(found[None, i], place[0, None])
+                cute.autovec_copy(vectors_of_q[None, i], place[0, None])
         cute.arch.fence_view_async_shared()
         self.sync()
 
@@ -262,7 +262,7 @@ class DecodeSm90:
     ):
         """Load tile n, (TMA, boxes of B or of a page, B or pages) to (TMA, boxes, PIPE), as soon as its stage is free.
 
-        A page that does not exist is outside of the tensor, so TMA writes zeros.
+        An invalid page is outside the tensor, so TMA writes zeros.
         """
         pipe.producer_acquire(state)
         for j in range_constexpr(self.boxes):

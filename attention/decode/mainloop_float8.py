@@ -1,23 +1,23 @@
-"""The mainloop of decoding from a cache of 8-bit floats: what a warp does with its own tiles of K and V.
+"""The mainloop of decode from an FP8 KV cache: the steps of a warp over its own tiles of K and V.
 
     smem    | K 0 | V 0 | K 1 | V 1 | ..    a ring of `stages` stages for each warp
 
-A warp has all 16 packed rows and every fourth tile, and a softmax of its own. It copies its tiles by cp.async, waits
-for its own copies, and meets the other warps at the end alone. So each byte of K and V is read from shared memory, and
-made a number of 16 bits, once.
+A warp has all 16 packed rows, every fourth tile, and its own softmax. It copies its tiles by cp.async, waits for its
+own copies, and synchronizes with the other warps only at the end. So each byte of K and V is read from shared memory,
+and converted to 16 bits, once.
 
     copy K[0], V[0], K[1], V[1], .. -> load Q
     wait K[i] -> S = Q K[i]' -> copy K[i + stages] -> softmax of S -> wait V[i] -> O = O factor + P V[i] -> copy V[..]
 
-8-bit floats become fp16, which holds all of them, in registers; products are of fp16, with fp32 sums. ldmatrix moves
-units of 16 bits, so it sees two values as one:
+FP8 values are converted in registers to FP16, which represents all of them; MMAs have FP16 operands and FP32
+accumulators. ldmatrix moves 16-bit elements, so it treats two FP8 values as one:
 
-    K    a lane gets four values along D of one column of K', in one register: two pairs. Which of D's indices those
-         are does not matter, if Q's fragments have the same (q_fragments).
-    V    transposed, a lane gets V[t, d], V[t, d + 1], V[t + 1, d], V[t + 1, d + 1]. The pairs that it needs are along
-         t: one byte permutation. Fragments are of even and of odd columns, which Merge.write puts in order.
+    K    a lane gets four values along D of one column of K', in one register: two pairs. Their indices along D do not
+         matter if Q's fragments have the same order (q_fragments).
+    V    transposed, a lane gets V[t, d], V[t, d + 1], V[t + 1, d], V[t + 1, d + 1]. It needs pairs along t: one byte
+         permutation. Fragments contain the even or the odd columns, which Merge.write puts in order.
 
-Q's fragments are made by q_float8, in fp16, too.
+Q's fragments come from q_float8, in FP16, too.
 """
 
 from collections.abc import Callable
@@ -40,29 +40,29 @@ from .pages import pages_of_tile
 from .q_float8 import q_fragments
 
 ROWS = 16  # packed rows of a CTA, of one mma.sync
-PAIR = 2  # 8-bit floats in a unit of ldmatrix
+PAIR = 2  # FP8 values per ldmatrix element
 
 
 @dataclass(frozen=True)
 class WarpState:
-    """Where a warp's ring is in shared memory, what of Q it has, and its accumulators."""
+    """State of a warp: the address of its ring in shared memory, its fragments of Q, and its accumulators."""
 
     warp: Int32
     ring: Int32
-    lanes: tuple  # where this lane's rows of the fragments' matrices are in a tile of K and of V
-    q: list  # fragments (8, 1) of each 16 of D, where they stay in registers
-    at_q: Int32 | None  # address of this lane's part of them, where not
-    factors: cute.Tensor | None  # (2,), what scores of a thread's rows are multiplied by
+    lanes: tuple  # offsets of this lane's ldmatrix rows in a tile of K and of V
+    q: list  # fragments (8, 1) of each 16 of D, if they stay in registers
+    at_q: Int32 | None  # address of this lane's part of them, if not
+    factors: cute.Tensor | None  # (2,), factors of the scores of a thread's rows
     acc_S: cute.Tensor  # (4, 1, tile_n / 8)
     acc_O: cute.Tensor  # (4, 1, Dv / 8)
     softmax: OnlineSoftmax
 
 
 class MainloopFloat8:
-    """Steps of one warp over its tiles, and what it holds of Q.
+    """Steps of one warp over its tiles, and its fragments of Q.
 
-    copy: `copy(op, source, tile, n, pages, to, end)`, the kernel's own, copies tile n of K or V to the address `to`;
-        lines from `end` on, if that is given, become zeros. `pages` are pages.pages_of_tile's.
+    copy: the kernel's `copy(op, source, tile, n, pages, to, end)`, which copies tile n of K or V to the address `to`;
+    lines from `end` on, unless it is None, become zeros. `pages` come from pages.pages_of_tile.
     """
 
     def __init__(self, facts: DecodeFacts, copy: Callable):
@@ -75,7 +75,8 @@ class MainloopFloat8:
 
     @cute.jit
     def fill(self, ring: Int32, warp: Int32, tile, tiles, from_k: tuple, from_v: tuple, end: Int32):
-        """Copy the first tiles of this warp. Lines from `end` on, which the very first may have, become zeros.
+        """Copy the first tiles of this warp. Lines from `end` on, which only the very first tile may have, become
+        zeros.
 
         from_k, from_v: (mX, page_table or None), as `copy` takes them.
         """
@@ -91,20 +92,20 @@ class MainloopFloat8:
             cute.arch.cp_async_commit_group()
 
     def pages_of(self, tile, tiles, from_k: tuple, i: Int32) -> Int32:
-        """The pages of the i-th tile, or of the last one."""
+        """Page indices of the i-th tile, or of the last one."""
         return pages_of_tile(self.facts, from_k[1], tile.b, tiles.at(cutlass.min(i, tiles.count - 1)))
 
     @cute.jit
     def steps(self, c: WarpState, work: QueryWork, from_k: tuple, from_v: tuple):
-        """All tiles of this warp, every `warps`-th, after `fill`."""
+        """Run all tiles of this warp, every `warps`-th, after `fill`."""
         tiles, stride = work.tiles, self.warps
-        ahead = cute.make_rmem_tensor(1, Int32)  # pages of the tile that the next step copies
-        ahead[0] = self.pages_of(work.tile, tiles, from_k, c.warp + self.stages * stride)
+        next_pages = cute.make_rmem_tensor(1, Int32)  # page indices of the tile that the next step copies
+        next_pages[0] = self.pages_of(work.tile, tiles, from_k, c.warp + self.stages * stride)
         for segment in range_constexpr(len(tiles.kinds)):
             begin = Int32(0) if const_expr(segment == 0) else tiles.ends[segment - 1]
             first = begin + ((c.warp - begin) & (stride - 1))
             for i in cutlass.range(first, tiles.ends[segment], stride, unroll=1):
-                self.step(c, work, i, tiles.kinds[segment], from_k, from_v, ahead)
+                self.step(c, work, i, tiles.kinds[segment], from_k, from_v, next_pages)
 
     @cute.jit
     def step(
@@ -115,16 +116,16 @@ class MainloopFloat8:
         kind: cutlass.Constexpr,
         from_k: tuple,
         from_v: tuple,
-        ahead: cute.Tensor,  # (1,)
+        next_pages: cute.Tensor,  # (1,)
     ):
-        """P and O of tile i."""
+        """Compute P and O of tile i."""
         tiles, softmax = work.tiles, c.softmax
         scores, out = rows_and_columns(c.acc_S), rows_and_columns(c.acc_O)
         after = i + self.warps * self.stages
         sK = self.slot(c, i // self.warps % self.stages)
         sV = sK + self.k.bytes
-        pages = ahead[0]
-        ahead[0] = self.pages_of(work.tile, tiles, from_k, after + self.warps)  # not waited for here
+        pages = next_pages[0]
+        next_pages[0] = self.pages_of(work.tile, tiles, from_k, after + self.warps)  # not used in this step
         self.wait()
         c.acc_S.fill(0.0)
         self.multiply_k(c, sK)
@@ -147,7 +148,7 @@ class MainloopFloat8:
 
     @property
     def ring_bytes(self) -> int:
-        """Of one warp."""
+        """Bytes of one warp's ring."""
         return self.stages * (self.k.bytes + self.v.bytes)
 
     def slot(self, c: WarpState, stage) -> Int32:
@@ -155,53 +156,54 @@ class MainloopFloat8:
 
     @cute.jit
     def wait(self):
-        """Wait for the oldest copies, of one tile of K or V. They are a group each, `2 stages - 1` younger ones."""
+        """Wait for the oldest copies, of one tile of K or V. Each tile is a group, followed by `2 stages - 1` younger
+        ones."""
         cute.arch.cp_async_wait_group(2 * self.stages - 1)
         cute.arch.sync_warp()
 
     # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
 
     def multiply_k(self, c: WarpState, tile: Int32):
-        """S += Q K', fragments of K one read ahead: each has 16 rows of K and 32 of D."""
+        """S += Q K', fragments of K prefetched one step ahead: each has 16 rows of K and 32 of D."""
         order = [(k, i) for k in range(self.facts.head_dim // 32) for i in range(self.cfg.tile_n // 16)]
-        following = self.read(self.k, c.lanes[0], tile, *order[0])
+        prefetched = self.read(self.k, c.lanes[0], tile, *order[0])
         for step, (k, i) in enumerate(order):
-            words = following
+            words = prefetched
             if step + 1 < len(order):
-                following = self.read(self.k, c.lanes[0], tile, *order[step + 1])
+                prefetched = self.read(self.k, c.lanes[0], tile, *order[step + 1])
             acc = cute.make_tensor(c.acc_S.iterator + 8 * i, (4, 1, 2))
-            for chunk in range(2):  # of 16 values along D
+            for chunk in range(2):  # 16 values along D each
                 rB = self.fragment([self.convert(words[chunk + 2 * half], float8_to_fp16) for half in range(2)])
                 self.tile_steps.multiply(acc, self.fragment_q(c, 2 * k + chunk), rB)
 
     def multiply_v(self, c: WarpState, tile: Int32):
-        """O += P V, fragments of V one read ahead: each has 16 rows and 32 columns of V."""
+        """O += P V, fragments of V prefetched one step ahead: each has 16 rows and 32 columns of V."""
         rP = [self.fragment_p(c.acc_S, k) for k in range(self.cfg.tile_n // 16)]
         order = [(k, i) for k in range(len(rP)) for i in range(self.facts.head_dim_v // 32)]
-        following = self.read(self.v, c.lanes[1], tile, *order[0])
+        prefetched = self.read(self.v, c.lanes[1], tile, *order[0])
         for step, (k, i) in enumerate(order):
-            words = following
+            words = prefetched
             if step + 1 < len(order):
-                following = self.read(self.v, c.lanes[1], tile, *order[step + 1])
-            for chunk in range(2):  # of 16 columns
+                prefetched = self.read(self.v, c.lanes[1], tile, *order[step + 1])
+            for chunk in range(2):  # 16 columns each
                 upper, lower = (self.convert(words[2 * chunk + half], float8_to_fp16_across) for half in range(2))
                 rB = self.fragment(list(zip(upper, lower, strict=True)))  # of even columns, and of odd ones
                 acc = cute.make_tensor(c.acc_O.iterator + 8 * (2 * i + chunk), (4, 1, 2))
                 self.tile_steps.multiply(acc, rP[k], rB)
 
     def convert(self, word: Int32, how: Callable) -> tuple:
-        """Four values as two pairs of fp16."""
+        """Convert four values to two pairs of FP16."""
         return how(word, self.facts.cache, self.facts.by_bits)
 
     def fragment_q(self, c: WarpState, chunk: int) -> cute.Tensor:
-        """Of the chunk-th 16 of D: in registers, or read now."""
+        """Fragment of the chunk-th 16 of D: from registers, or read from shared memory."""
         if c.at_q is None:
             return c.q[chunk]
         rQ = cute.make_rmem_tensor((8, 1), Float16)
-        cute.autovec_copy(self.kept_fragment(c.at_q, chunk), rQ)
+        cute.autovec_copy(self.smem_fragment_q(c.at_q, chunk), rQ)
         return rQ
 
-    def kept_fragment(self, at_q: Int32, chunk: int) -> cute.Tensor:
+    def smem_fragment_q(self, at_q: Int32, chunk: int) -> cute.Tensor:
         """Its place (8, 1) in shared memory."""
         place = make_ptr(Float16, at_q + chunk * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
         return cute.make_tensor(place, cute.make_layout((8, 1)))
@@ -214,7 +216,7 @@ class MainloopFloat8:
         return cute.recast_tensor(rX, Int32)
 
     def fragment(self, pairs: list) -> cute.Tensor:
-        """(4, 2) of B: two registers for each of two n8 tiles."""
+        """B fragment (4, 2): two registers for each of two n8 tiles."""
         rB = cute.make_rmem_tensor((4, 2), Float16)
         words = cute.recast_tensor(rB, Int32)
         for n, pair in enumerate(pairs):
@@ -222,14 +224,14 @@ class MainloopFloat8:
         return rB
 
     def fragment_p(self, acc_S: cute.Tensor, k: int) -> cute.Tensor:
-        """P (8, 1) of the k-th 16 columns, rounded to fp16."""
+        """A fragment (8, 1): P of the k-th 16 columns, rounded to FP16."""
         rP = cute.make_rmem_tensor((8, 1), Float16)
         for half in range(2):
             part = cute.make_tensor(acc_S.iterator + 4 * (2 * k + half), 4)
             cute.make_tensor(rP.iterator + 4 * half, 4).store(part.load().to(Float16))
         return rP
 
-    # ------------------------------------------------------------------ the start
+    # ------------------------------------------------------------------ initial state
 
     @cute.jit
     def state(
@@ -243,16 +245,16 @@ class MainloopFloat8:
         k_scale: Float32 | None,  # of the head
         scale_log2: Float32,
     ) -> WarpState:
-        """Of a warp."""
+        """Initial state of a warp."""
         lane = cute.arch.lane_idx()
         q, factors = q_fragments(self.facts, mQ, row, rows)
         at_q = at_q + lane * CHUNK
         if const_expr(self.facts.q_in_registers):
             at_q = None
         else:
-            if warp == 0:  # all have the same
+            if warp == 0:  # all warps have the same fragments
                 for chunk in range_constexpr(len(q)):
-                    cute.autovec_copy(q[chunk], self.kept_fragment(at_q, chunk))
+                    cute.autovec_copy(q[chunk], self.smem_fragment_q(at_q, chunk))
             cute.arch.sync_threads()
             q = []
         if const_expr(factors is None and (k_scale is not None or self.facts.by_bits)):
@@ -271,7 +273,7 @@ class MainloopFloat8:
 
 
 def cache_tiles(facts: DecodeFacts) -> tuple:
-    """(K, V): the layouts of a warp's tiles in shared memory, in units of two 8-bit floats, as copies and ldmatrix see
+    """(K, V): layouts of a warp's tiles in shared memory, in elements of two FP8 values, as copies and ldmatrix use
     them."""
     rows, vector = facts.config.tile_n, BITS_16.vector
     k = OperandTile(rows, facts.head_dim // PAIR, True, vector, WARP, 1, True, BITS_16)

@@ -1,6 +1,7 @@
-"""Decoding: how rows of Q are packed into tiles, how lengths are read, and how tiles are split among CTAs.
+"""Decode: packing of Q's rows into tiles, sequence lengths, and the split of KV tiles among CTAs.
 
-The g heads of Q that share a head of K and V are packed into the rows of one tile, so that K and V are read once:
+The g query heads that share a KV head are packed into the rows of one tile, so that K and V are read once (GQA
+packing):
 
     packed row r    is row r // g of head h_kv * g + r % g
 """
@@ -17,7 +18,7 @@ from ..forward.seqlen import DenseSeqlens, SeqlenInfo
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile m of the packed rows of K's head h_kv of item b, and which part of its tiles of K and V."""
+    """Tile m of the packed rows of KV head h_kv of sequence b, and the index of its split."""
 
     m: Int32
     h_kv: Int32
@@ -46,7 +47,7 @@ class DecodeScheduler:
 
 @dataclass(frozen=True)
 class CacheSeqlens:
-    """Item b has seqlens[b] rows of K and V. A number out of range counts as the nearest one in range."""
+    """Sequence b has seqlens[b] rows of K and V. A value out of range is clamped."""
 
     rows: Int32
     capacity: Int32
@@ -58,7 +59,7 @@ class CacheSeqlens:
 
 @dataclass(frozen=True)
 class CacheSpans:
-    """Item b has the rows of K and V from spans[b, 0] to before spans[b, 1], which are moved into range."""
+    """Sequence b has rows spans[b, 0] to before spans[b, 1] of K and V; values out of range are clamped."""
 
     rows: Int32
     capacity: Int32
@@ -70,8 +71,10 @@ class CacheSpans:
 
 
 def cache_seqlens(facts, rows: Int32, mK: cute.Tensor, mSeqlens: cute.Tensor | None, mTable: cute.Tensor | None):
-    """Which rows of K and V (B or pages, Hkv, S, ..) each item has: all, or as mSeqlens (B,) or (B, 2) says, of those
-    that mTable (B, pages of an item) has places for. rows: of Q."""
+    """Rows of K and V (B or pages, Hkv, S, ..) of each sequence: all, or those in mSeqlens (B,) or (B, 2).
+
+    The capacity is that of mTable (B, pages per sequence) with pages. rows: number of rows of Q.
+    """
     capacity = mTable.shape[1] * facts.page_size if facts.page_size else mK.shape[2]
     if not facts.seqlens:
         return DenseSeqlens(rows, capacity)
@@ -80,7 +83,8 @@ def cache_seqlens(facts, rows: Int32, mK: cute.Tensor, mSeqlens: cute.Tensor | N
 
 @dataclass(frozen=True)
 class PackedWindowSource(WindowSource):
-    """A WindowSource of packed rows. Its tiles are cut into `splits` runs, whose lengths differ by one tile at most."""
+    """A WindowSource of packed rows. Its tiles are divided into `splits` runs, whose lengths differ by at most one
+    tile."""
 
     qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
     splits: Int32

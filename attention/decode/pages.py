@@ -1,4 +1,4 @@
-"""Where rows of K and V are in memory when they lie in pages: page_table (B, pages of an item) names the pages."""
+"""Addresses of rows of a paged KV cache: page_table (B, pages per sequence) contains the page indices."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,7 @@ from ..forward.config import DecodeFacts
 
 @cute.jit
 def pages_of_tile(facts: cutlass.Constexpr, mTable: cute.Tensor | None, b: Int32, n: Int32) -> Int32:
-    """Lane j gets the number of the page that box j of item b's tile n is in; 0 without pages."""
+    """Lane j gets the page index of box j of sequence b's tile n; 0 without pages."""
     page = Int32(0)
     if const_expr(mTable is not None):
         boxes = const_expr(facts.config.tile_n // facts.box)
@@ -20,7 +20,7 @@ def pages_of_tile(facts: cutlass.Constexpr, mTable: cute.Tensor | None, b: Int32
 
 
 def box_of_tile(facts: DecodeFacts, pages: Int32, b: Int32, n: Int32, j: int) -> tuple:
-    """(box, item or page): where box j of item b's tile n is; `pages` are pages_of_tile's."""
+    """(box, batch index or page) of box j of sequence b's tile n; `pages` come from pages_of_tile."""
     if not facts.page_size:
         return n, b
     boxes = facts.config.tile_n // facts.box
@@ -29,13 +29,13 @@ def box_of_tile(facts: DecodeFacts, pages: Int32, b: Int32, n: Int32, j: int) ->
 
 def place_of_row(
     facts: DecodeFacts,
-    mTable: cute.Tensor,  # (B, pages of an item)
-    pages: Int32,  # how many there are
+    mTable: cute.Tensor,  # (B, pages per sequence)
+    pages: Int32,  # number of pages
     b: Int32,
     row: Int32,
-    past_end: bool,  # whether the row may be past the last page of an item
+    past_end: bool,  # True if the row may be past the sequence's last page
 ) -> tuple:
-    """(page, row in it, whether there is such a page; if not, the page is 0)."""
+    """(page, row in it, True if the page is valid; otherwise the page is 0)."""
     slot, row = row // facts.page_size, row % facts.page_size
     if past_end:
         slot = cutlass.min(slot, mTable.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Decoding: storing packed rows, which are of several heads, to the result or to one part of it; their sinks."""
+"""Decode: store packed rows, which belong to several heads, to the result or to one split; read their sinks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,7 +18,7 @@ def packed(tensor: cute.Tensor, tile, qhead_per_kvhead: Int32) -> cute.Tensor:
 
 @cute.jit
 def read_sinks(mSinks: cute.Tensor | None, tile, qhead_per_kvhead: Int32, row: Int32) -> cute.Tensor | None:
-    """Those (2,) of a thread's packed rows `row` and `row` + 8, times log2(e); None without sinks (H,)."""
+    """Sinks (2,) of a thread's packed rows `row` and `row` + 8, times log2(e); None without sinks (H,)."""
     sinks = None
     if const_expr(mSinks is not None):
         sinks = cute.make_rmem_tensor(2, Float32)
@@ -30,7 +30,7 @@ def read_sinks(mSinks: cute.Tensor | None, tile, qhead_per_kvhead: Int32, row: I
 
 @cute.jit
 def store_tile(
-    split: cutlass.Constexpr,  # whether it is a part
+    split: cutlass.Constexpr,  # True for split-KV
     acc_O: cute.Tensor,  # ((2, 2), 1, Dv / 8)
     lse: cute.Tensor,  # (2,)
     mO: cute.Tensor,  # (B, H, Sq, Dv)
@@ -54,7 +54,7 @@ def store_tile(
 
 @cute.jit
 def store_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile, qhead_per_kvhead: Int32, row: Int32, rows: Int32):
-    """To (B, H, Sq)."""
+    """Store LSE to (B, H, Sq)."""
     places = packed(mLSE, tile, qhead_per_kvhead)
     if cute.arch.lane_idx() % 4 == 0:
         for r in range_constexpr(2):

@@ -1,1 +1,1 @@
-"""The forward kernels: many queries, on the sm_80 and sm_90 paths."""
+"""The forward kernels for the sm_80 and sm_90 paths."""

@@ -1,4 +1,4 @@
-"""What the forward kernels are compiled from: fakes of their arguments."""
+"""Fake arguments that the forward kernels are compiled with."""
 
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.tile.element import element_of
@@ -27,7 +27,7 @@ def tensor_args(facts: FlashFacts) -> tuple:
 
 
 def transposed_values(dtype: str, size: int):
-    """A fake of V (B, Hkv, tiles, elements of a tile)."""
+    """Fake of V (B, Hkv, tiles, elements of a tile)."""
     import cutlass.cute as cute
 
     return fake_tensor(dtype, 4, 3, element_of(dtype).vector, (*(cute.sym_int32() for _ in range(3)), size))
@@ -47,7 +47,7 @@ def values_args(facts: ValuesFacts) -> tuple:
 
 
 def scalar_args(facts: FlashFacts) -> tuple:
-    """scale_log2, softcap and the bounds of the window, which a block mask does not have."""
+    """Fakes of scale_log2, softcap and the window bounds; the bounds are None with a block mask."""
     from cutlass import Float32, Int32
 
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
@@ -55,19 +55,19 @@ def scalar_args(facts: FlashFacts) -> tuple:
 
 
 def offsets_args(facts) -> tuple:
-    """A fake of (q_offset, k_offset), None of facts without offsets."""
+    """Fake of (q_offset, k_offset); None for facts without offsets."""
     from cutlass import Int32
 
     return ((Int32(0), Int32(0)) if facts.offsets else None,)
 
 
 def sinks_args(facts) -> tuple:
-    """A fake of the sinks, of any stride; None where there are none."""
+    """Fake of the sinks, with any stride; None without sinks."""
     return (fake_tensor(facts.sinks, 1, None, 1) if facts.sinks else None,)
 
 
 def function_args(function) -> tuple:
-    """Fakes of what a mask_mod or score_mod reads (ElementMask, None for nothing): tensors, and then numbers."""
+    """Fakes of the inputs of a mask_mod or score_mod: tensors, then numbers. Empty if `function` is None."""
     from cutlass import Float32, Int32, Int64
 
     if function is None:
@@ -78,7 +78,7 @@ def function_args(function) -> tuple:
 
 
 def score_args(score) -> tuple | None:
-    """Fakes of what a score_mod reads; None where there is nothing."""
+    """Fakes of the inputs of a score_mod; None if it has none."""
     return function_args(score) or None
 
 
@@ -94,8 +94,8 @@ def forward_args(facts: FlashFacts) -> tuple:
         blocks = (index, Int32(1), table, *function_args(facts.blocks.mask))
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if isinstance(facts, Float8Facts):
-        given = facts.q_descale, facts.k_descale, facts.v_descale
-        common += tuple(fake_tensor("float32", 2 + facts.tokens, None, 1) if scale else None for scale in given)
+        descales = facts.q_descale, facts.k_descale, facts.v_descale
+        common += tuple(fake_tensor("float32", 2 + facts.tokens, None, 1) if scale else None for scale in descales)
     if facts.path == "sm_80":
         return *common, *scalar_args(facts), *offsets_args(facts), fake_stream()
     counter = fake_tensor("int32", 1, 0, 1) if facts.config.dynamic else None

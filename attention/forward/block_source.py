@@ -1,10 +1,10 @@
-"""The tiles of K and V that a block mask's lists name, and the order of query tiles.
+"""KV tiles listed by a block mask, and the order of query tiles.
 
     one row of blocks   | partial blocks: masked element by element | full blocks: no masking |
 
-A block is as high as `tiles_q` query tiles, which visit the same lists, and as wide as `steps` tiles of K, which are
-visited one after the other. The last block may go past the last column of K, even by whole tiles. There shared memory
-holds zeros, and the block is partial, so that they are masked.
+A block spans `tiles_q` query tiles, which visit the same lists, and `steps` KV tiles, which are visited one after the
+other. The last block may extend past the last column of K, even by whole tiles. Shared memory holds zeros there, and
+the block is partial, so these columns are masked.
 """
 
 from dataclasses import dataclass
@@ -19,41 +19,41 @@ from .scheduler import QueryScheduler, QueryTile
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """The tiles of K and V that one query tile visits: those of its partial blocks, then those of its full ones."""
+    """KV tiles that one query tile visits: those of its partial blocks, then those of its full blocks."""
 
     count: Int32
     blocks: Int32
-    partial: Int32  # how many blocks are partial
-    ends: tuple  # how many tiles are visited up to the end of each segment
-    index: cute.Tensor  # (both widths,): columns of blocks, full ones from `width` on
+    partial: Int32  # number of partial blocks
+    ends: tuple  # number of tiles up to the end of each segment
+    index: cute.Tensor  # (both widths,): block columns; full blocks begin at `width`
     width: Int32
-    steps: cutlass.Constexpr[int]  # tiles a block
+    steps: cutlass.Constexpr[int]  # KV tiles per block
     kinds: cutlass.Constexpr[tuple] = (PARTIAL, FULL)
     first: cutlass.Constexpr[int] = EITHER
 
     def at(self, i) -> Int32:
-        """Number of the i-th tile; past the last one, the number of some other tile."""
+        """Index of the i-th tile; past the last one, the index of some other tile."""
         block = cutlass.min(i // self.steps, self.blocks - 1)
         place = block + Int32(block >= self.partial) * (self.width - self.partial)
         return Int32(self.index[place]) * self.steps + i % self.steps
 
     def at_partial(self, i) -> Int32:
-        """The same of a tile of the partial segment."""
+        """Index of the i-th tile, which must be in the partial segment."""
         return Int32(self.index[i // self.steps]) * self.steps + i % self.steps
 
 
 @dataclass(frozen=True)
 class BlockSource:
-    """The lists of a BlockMask. Extents of 1 for the batch or the heads serve all items or heads."""
+    """The lists of a BlockMask. A batch or head extent of 1 is broadcast."""
 
     index: cute.Tensor  # (B, H, Mq, both widths) int32: kv_indices and full_kv_indices side by side
     width: Int32  # of kv_indices
-    mask_tensors: tuple  # what the element mask reads
-    tiles_q: cutlass.Constexpr[int]  # query tiles a block
-    steps: cutlass.Constexpr[int]  # tiles of K a block
+    mask_tensors: tuple  # inputs of the element mask
+    tiles_q: cutlass.Constexpr[int]  # query tiles per block
+    steps: cutlass.Constexpr[int]  # KV tiles per block
 
     def for_tile(self, tile, seqlen) -> BlockTiles:
-        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (seqlen.SeqlenInfo)."""
+        """KV tiles of a query tile (scheduler.QueryTile) of a sequence with these lengths (seqlen.SeqlenInfo)."""
         batch, heads = self.index.shape[0], self.index.shape[1]
         b, h, row = cutlass.min(tile.b, batch - 1), cutlass.min(tile.h, heads - 1), tile.m // self.tiles_q
         return BlockTiles(
@@ -67,13 +67,13 @@ class BlockSource:
         )
 
     def place(self, tile, row) -> tuple:
-        """(head of Q, row of it) of a row of a query tile's item."""
+        """(query head, query index) of a row of a query tile."""
         return tile.h, row
 
 
 @dataclass(frozen=True)
 class BlockQueryTile(QueryTile):
-    """A query tile, how many blocks it has, and how many of them are partial."""
+    """A query tile with its number of partial blocks and its number of blocks."""
 
     partial: Int32
     blocks: Int32
@@ -81,14 +81,14 @@ class BlockQueryTile(QueryTile):
 
 @dataclass(frozen=True)
 class OrderedScheduler(QueryScheduler):
-    """Query tiles in the order of a table, such as the longest first."""
+    """Query tiles in the order of a table, such as longest first."""
 
-    table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's number of heads one by one, partial blocks, blocks
+    table: cute.Tensor = None  # (tiles, 3) int32: QueryScheduler's tile index (head by head), partial blocks, blocks
 
     def fields(self, index) -> tuple:
-        """QueryScheduler's, and how many blocks are partial and how many there are.
+        """QueryScheduler's fields, the number of partial blocks, and the number of blocks.
 
-        From the table; past its end those of its last row, which nobody computes.
+        They are read from the table; past its end, its last row is returned, and that tile is not computed.
         """
         row = cutlass.min(index, self.count - 1)
         number, partial, blocks = (Int32(self.table[row, i]) for i in range(3))
@@ -100,7 +100,7 @@ class OrderedScheduler(QueryScheduler):
 
 
 def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
-    """(scheduler, source) for what block_sparse.blocks_of makes of a mask."""
+    """(scheduler, source) for the output of block_sparse.blocks_of."""
     index, width, table, *mask_tensors = blocks
     kind, cfg = facts.blocks, facts.config
     tiles_q, steps = kind.block_q // cfg.tile_m, kind.block_k // cfg.tile_n

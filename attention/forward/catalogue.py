@@ -1,4 +1,4 @@
-"""Which forward kernels there are: the facts that ops can ask for, listed, so that tools and tests need no tensors."""
+"""Catalogue of the forward kernels: the facts that ops can request, so that tools and tests need no tensors."""
 
 import itertools
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 
-# (band, softcap, lse): nothing, causal, and everything, without and with LSE
+# (window, softcap, lse): plain, causal, and all terms without and with LSE
 FEATURES = (
     (WindowKind(), False, False),
     (WindowKind(right=True), False, True),
@@ -39,7 +39,7 @@ ROWS = torch.zeros(1, dtype=torch.int32, device=CPU)
 
 
 def by_head(b, h, q, kv):
-    """A mask_mod with arithmetic of all four positions."""
+    """A mask_mod that computes with all four positions."""
     return (kv <= q) & (q - kv < 100 * (h + 1)) | (kv < 8 * b)
 
 
@@ -54,14 +54,16 @@ SCORES = {
     "bias": bound(Bias(torch.zeros(2, 2, 2, 2, device=CPU)), CPU).mod,
 }
 
-# What a kernel without LSE, or one of packed sequences, adds to the others' code is the same for all head dimensions.
+# Code added for kernels without LSE and for packed sequences is the same for all head dimensions.
 ALL_FEATURES = 128
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
-    """Of sm_90 and of sm_80 the first candidate with each set of features, the others with LSE; other GPUs' picks.
+    """On sm_90 and sm_80: the first candidate for each feature set, and the other candidates with LSE. On other GPUs:
+    the selected configurations.
 
-    The third set, packed sequences with the two in the middle, and score functions, at one head dimension.
+    The third feature set, packed sequences with the two middle sets, and score functions are listed at one head
+    dimension.
     """
     if quick:
         yield pick(FlashFacts(spec.target, spec.path, None, window=WindowKind(right=True), lse=True), EXTENTS)
@@ -87,17 +89,17 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
             packed = replace(facts, packed=True)
             yield pick(replace(packed, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
             yield pick(replace(packed, score=SCORES["bias"].kept_inside), EXTENTS)
-        yield from with_sinks(spec, path)
-        yield from with_blocks(spec, path)
-        yield from wide(spec, path)
+        yield from sink_kernels(spec, path)
+        yield from block_mask_kernels(spec, path)
+        yield from head_dim_512(spec, path)
     if spec.path == "sm_90":
-        yield from of_8_bits(spec)
+        yield from float8_kernels(spec)
         yield from of_tokens(spec)
 
 
-def with_sinks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
-    """gpt-oss's layers; on a path's first architecture also sinks beside all terms, of packed sequences and of blocks,
-    and at head dimension 512."""
+def sink_kernels(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """gpt-oss's layers; on a path's first architecture also sinks combined with all terms, packed sequences, block
+    masks, and head dimension 512."""
     layer = FlashFacts(spec.target, path, None, "bfloat16", 64, 64, FEATURES[2][0], lse=True, sinks="bfloat16")
     terms = FlashFacts(spec.target, path, None, window=FEATURES[2][0], softcap=True, lse=True, sinks="float32")
     for facts in (layer, terms) if path == spec.name else (layer,):
@@ -109,7 +111,7 @@ def with_sinks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
         yield pick(replace(terms, head_dim=WIDE, head_dim_v=WIDE), EXTENTS)
 
 
-def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+def head_dim_512(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
     """Head dimension 512: packed and with block masks; on a path's first architecture also plain and with all terms."""
     plain = FlashFacts(spec.target, path, None, head_dim=WIDE, head_dim_v=WIDE)
     terms = replace(plain, softcap=True, lse=True)
@@ -122,19 +124,21 @@ def wide(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
     yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
 
 
-def of_8_bits(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Fast kernels and the others: every configuration with scales and LSE, plain and causal where it serves both; at
-    one head dimension all terms, packed sequences, sinks and other outputs; block masks of each shape. And V of 16
-    bits."""
+def float8_kernels(spec: ArchSpec) -> Iterator[Float8Facts]:
+    """FP8 kernels with FP8 P and V (`fast`), with FP16 P and V, and with a 16-bit V.
+
+    Every configuration with scales and LSE, plain and causal if it serves both; at one head dimension all terms, packed
+    sequences, sinks and other output dtypes; block masks of each shape.
+    """
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast)
-        yield from and_inside(with_8_bits(plain))
+        yield from and_converting(float8_kind(plain))
     for facts in (replace(plain, given_v="bfloat16"), replace(plain, given_v="float16", packed=True)):
         yield pick(facts, EXTENTS)
 
 
-def and_inside(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
-    """Kernels, and those that convert V themselves, where there are such."""
+def and_converting(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
+    """The kernels, each followed by its variant that converts V itself if there is one."""
     for facts in kernels:
         yield facts
         inside = replace(facts, converts=True)
@@ -142,8 +146,8 @@ def and_inside(kernels: Iterator[Float8Facts]) -> Iterator[Float8Facts]:
             yield inside
 
 
-def with_8_bits(plain: Float8Facts) -> Iterator[Float8Facts]:
-    """One of the two kinds."""
+def float8_kind(plain: Float8Facts) -> Iterator[Float8Facts]:
+    """The kernels of one of the two kinds."""
     scaled = replace(plain, lse=True, q_descale=True, k_descale=True, v_descale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
@@ -168,17 +172,19 @@ def plain_and_causal(facts: Float8Facts) -> Iterator[Float8Facts]:
 
 
 def of_tokens(spec: ArchSpec) -> Iterator[Float8Facts]:
-    """Of 8 bits, with scales of blocks of tokens, fast and not: every configuration with all scales and LSE, plain and
-    causal; at one head dimension all terms, sinks, functions on scores and each scale alone; block masks. And V of 16
-    bits."""
+    """FP8 kernels with one scale per block of tokens, fast and not, and kernels with a 16-bit V.
+
+    Every configuration with all scales and LSE, plain and causal; at one head dimension all terms, sinks, score
+    functions and each scale alone; block masks.
+    """
     for fast in (True, False):
         plain = Float8Facts(spec.target, "sm_90", None, fast=fast, tokens=True)
-        yield from and_inside(with_tokens(plain))
+        yield from and_converting(token_scale_kind(plain))
     yield pick(replace(plain, given_v="bfloat16", v_descale=True, lse=True), EXTENTS)
 
 
-def with_tokens(plain: Float8Facts) -> Iterator[Float8Facts]:
-    """One of the two kinds."""
+def token_scale_kind(plain: Float8Facts) -> Iterator[Float8Facts]:
+    """The kernels of one of the two kinds."""
     scaled = replace(plain, lse=True, q_descale=True, k_descale=True, v_descale=True)
     for dim in HEAD_DIMS:
         facts = replace(scaled, head_dim=dim, head_dim_v=dim)
@@ -201,10 +207,11 @@ def candidates(facts: FlashFacts, spec: ArchSpec) -> list:
     return candidates_sm80(spec, facts.head_dim, facts.head_dim_v, facts.lse)
 
 
-def with_blocks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
-    """Block masks: on a path's first architecture all, on others the largest.
+def block_mask_kernels(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
+    """Block masks: all shapes on a path's first architecture, the largest on others.
 
-    Masks with tensors, which cost the most, with every block shape; those without in turn, each with either shape.
+    Masks with tensors, which cost the most, are listed with every block shape; masks without tensors alternate, each
+    with one of the shapes.
     """
     facts = FlashFacts(spec.target, path, None, "bfloat16", softcap=True, lse=True)
     for turn, dim in enumerate(HEAD_DIMS if path == spec.name else (128, 256)):
@@ -221,12 +228,14 @@ def with_blocks(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
 
 
 def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[FlashFacts]:
-    """What a bundle has: dense and causal attention, packed too, or masks without a function; without LSE and cap.
+    """Kernels of a bundle: dense and causal attention, also packed, or block masks without a function; without LSE and
+    softcap.
 
-    Shapes decide between configurations, so all of them are here. Other windows are compiled on their first call.
+    The configuration depends on shapes, so all configurations are listed. Other windows are compiled on their first
+    call.
     """
     if dim not in (*HEAD_DIMS, WIDE):
-        raise ValueError(f"head dimension {dim} has no kernel; there are {head_dims_text()}")
+        raise ValueError(f"head dimension must be {head_dims_text()}, got {dim}")
     plain = FlashFacts(spec.target, spec.path, None, dtype, dim, dim)
     if op == "block_sparse_attention":
         for blocksize in BLOCKSIZES:

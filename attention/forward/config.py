@@ -1,4 +1,5 @@
-"""What an attention kernel is compiled from: plain, picklable facts; not lengths, strides and patterns."""
+"""Facts that select an attention kernel: plain, picklable values. Lengths, strides and patterns are not part of
+them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,11 @@ from cute_kernels.tile.element import Element, element_of
 from ..masks.element_mask import ElementMask
 from ..score_mod import ScoreMod
 
-SUMS_PAD = 16  # fp32 values after a row of O in shared memory, so that neighbouring rows are in different banks
-BARRIER_BYTES = 2048  # mbarriers, and what aligning the operand buffers to 1024 bytes may cost
-HALF_SMEM = 233472 // 2 - 1024  # of sm_90's shared memory: what a block may have if two share an SM
-STAGING_STAGES = 2  # of the ring of FP8 V that the forward kernel converts (fp8/values_inside)
-SCALE_TOKENS = 128  # of 8 bits: rows of Q, and of K and V, that share a scale where scales are of blocks of tokens
+ACC_PAD = 16  # FP32 values after a row of O in shared memory, so that neighboring rows are in different banks
+BARRIER_BYTES = 2048  # mbarriers, and the padding that aligns operand buffers to 1024 bytes
+HALF_SMEM = 233472 // 2 - 1024  # shared memory of a CTA on sm_90 if two share an SM
+STAGING_STAGES = 2  # of the FP8 V ring that the forward kernel converts from (fp8/values_inside)
+SCALE_TOKENS = 128  # FP8: tokens (rows of Q, K or V) per scale with one scale per block of tokens
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class FlashConfig:
     """Tile and schedule of one kernel.
 
     A CTA computes `tile_m` rows of Q and visits K and V `tile_n` rows at a time; K and V have rings of `stages` stages
-    each. sm_90: each of `groups` consumer warpgroups has 64 of the rows. sm_80: each of `groups` warps has 16 of the
-    rows, or 32. With more groups than that makes, several share their rows (FlashFacts.sharers). `dynamic`: CTAs fetch
-    the numbers of their tiles from a counter (tile_queue); sm_90 only.
+    each. sm_90: each of `groups` consumer warpgroups has 64 rows. sm_80: each of `groups` warps has 16 or 32 rows. With
+    more groups than rows, several groups split the head dimension of the same rows (FlashFacts.sharers). `dynamic`:
+    CTAs fetch their tile indices from a counter (tile_queue); sm_90 only.
     """
 
     tile_m: int
@@ -42,9 +43,9 @@ class FlashConfig:
 
 @dataclass(frozen=True)
 class WindowKind:
-    """Which columns row i of a query tile sees: from i + offset - left to i + offset + right, where those exist.
+    """Bounds of a window: row i attends to columns i + offset - left to i + offset + right.
 
-    `left` and `right` say whether there is such a bound; their sizes and SeqlenInfo.offset are arguments.
+    `left` and `right` are True if there is such a bound; their sizes and SeqlenInfo.offset are arguments.
     """
 
     left: bool = False
@@ -53,7 +54,7 @@ class WindowKind:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A block mask: its blocks' sides, and which elements of partial blocks are seen, None for all."""
+    """A block mask: the sides of its blocks, and the element mask of partial blocks, None if they are unmasked."""
 
     block_q: int
     block_k: int
@@ -74,14 +75,14 @@ class FlashFacts:
     window: WindowKind = WindowKind()
     softcap: bool = False
     lse: bool = False
-    packed: bool = False  # sequences one after another, of lengths that the GPU reads
-    blocks: BlockKind | None = None  # of block-sparse attention, which has no window
-    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
-    sinks: str | None = None  # dtype of the sinks, a logit for each head that joins a row's sum; None: there are none
+    packed: bool = False  # packed sequences, whose cu_seqlens the GPU reads
+    blocks: BlockKind | None = None  # block-sparse attention; excludes a window
+    score: ScoreMod | None = None  # score_mod; excludes a softcap
+    sinks: str | None = None  # dtype of the sinks, one logit per head that joins a row's sum; None without sinks
     offsets: bool = False  # True if q_offset and k_offset are arguments; else the last row is at the last column
 
     def key(self) -> str:
-        """A text that is the same in every process."""
+        """A string that is the same in every process."""
         return repr(self)
 
     @cached_property
@@ -90,17 +91,17 @@ class FlashFacts:
 
     @cached_property
     def element(self) -> Element:
-        """Of Q and K, and of V and O where these have no other."""
+        """Element type of Q and K, and of V and O unless these have their own."""
         return element_of(self.dtype)
 
     @property
     def values_dtype(self) -> str:
-        """Of P and V."""
+        """Dtype of P and V."""
         return self.dtype
 
     @property
     def loaded_v(self) -> str:
-        """Of V in global memory."""
+        """Dtype of V in global memory."""
         return self.values_dtype
 
     @property
@@ -109,12 +110,12 @@ class FlashFacts:
 
     @property
     def kv_row_bytes(self) -> int:
-        """Of a row of K and the same of V in global memory."""
+        """Bytes of a row of K plus those of a row of V in global memory."""
         return self.head_dim * self.element.width + self.head_dim_v * element_of(self.loaded_v).width
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of Q and of the rings of K and V, with barriers."""
+        """Bytes of shared memory for Q, the rings of K and V, and barriers."""
         cfg = self.config
         kv = cfg.tile_n * (self.head_dim + self.head_dim_v) * cfg.stages
         barriers = BARRIER_BYTES if self.path == "sm_90" else 0
@@ -122,51 +123,51 @@ class FlashFacts:
 
     @property
     def sharers(self) -> int:
-        """How many warps, or on sm_90 warpgroups, share their rows: 1, 2 or 4.
+        """Number of warps (sm_80) or warpgroups (sm_90) that split the head dimension of the same rows: 1, 2 or 4.
 
-        Each of them multiplies a part of the head dimension of Q and K, all add up these parts of the scores through
-        shared memory, and each has a part of O's columns. At head dimension 512 O does not fit in registers otherwise.
+        Each multiplies a part of the head dimension of Q and K, all reduce these partial scores through shared memory,
+        and each has a part of O's columns. At head dimension 512 O does not fit in registers otherwise.
         """
         return max((64 if self.path == "sm_90" else 16) * self.config.groups // self.config.tile_m, 1)
 
     @property
     def exchange_bytes(self) -> int:
-        """Shared memory in which those that share rows exchange their parts of a tile of scores, in fp32."""
+        """Bytes of shared memory for the FP32 partial scores that warps or warpgroups with the same rows exchange."""
         return self.config.tile_m * self.config.tile_n * 4 * self.sharers if self.sharers > 1 else 0
 
     @property
     def ordered(self) -> bool:
-        """sm_90: whether warpgroups issue their products one after the other, by an ordered barrier."""
+        """sm_90: True if an ordered barrier makes warpgroups issue their WGMMAs one after the other (ping-pong)."""
         return self.config.groups > self.sharers
 
     @property
     def skips_max(self) -> bool:
-        """sm_90: whether the softmax of full tiles first tries to do without their row maxima (step_without_max).
+        """sm_90: True if the softmax of full tiles first tries to skip its row maxima (step_without_max).
 
-        Not at head dimension 256, where a step waits for the tensor cores and nothing is gained. Three warpgroups have
-        no registers for it with 128 columns, or with a window that has a left bound. Nor with a score_mod, which would
-        be computed in two places.
+        It does not help at head dimension 256, where a step waits for the tensor cores. Three warpgroups have no
+        registers for it with 128 columns, or with a window that has a left bound. A score_mod excludes it, since it
+        would be compiled in two places.
         """
         tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
         return max(self.head_dim, self.head_dim_v) < 256 and not tight and self.score is None
 
     @property
     def rescale_threshold(self) -> float:
-        """sm_90: a row is rescaled when its maximum has grown by more than so many powers of 2 (step_lazily).
+        """sm_90: a row is rescaled when its maximum has grown by more than this many powers of 2 (step_lazily).
 
-        With a threshold of 0 the p of a row's maximum is exact, and on normal data O's rms error is 3 % smaller. A
-        threshold of an eighth has nearly all of that. It costs 9 to 12 % of the time, but 1 % at head dimension 256.
+        With a threshold of 0 the p of a row's maximum is exact, and on normal data O's RMS error is 3 % smaller. A
+        threshold of 1/8 has nearly all of that. It costs 9 to 12 % of the time, but 1 % at head dimension 256.
         """
         return 8.0 if max(self.head_dim, self.head_dim_v) < 256 else 0.125
 
     @property
     def adds_row_sums(self) -> bool:
-        """sm_80: whether sums of P are added up instead of multiplied by ones; block masks then spill less."""
+        """sm_80: True if row sums of P use additions instead of an MMA with ones; block masks then spill less."""
         return self.lse or self.blocks is not None
 
     @property
     def q_in_registers(self) -> bool:
-        """sm_80: whether Q's fragments stay in registers, at most 32 a thread; a block mask needs registers, too."""
+        """sm_80: True if Q's fragments stay in registers, at most 32 per thread; a block mask needs registers, too."""
         if self.blocks is not None and self.head_dim == 96:
             return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
@@ -174,27 +175,27 @@ class FlashFacts:
 
 @dataclass(frozen=True)
 class Float8Facts(FlashFacts):
-    """Facts of a kernel whose Q and K are 8-bit floats (fp8/).
+    """Facts of a kernel with FP8 Q and K (fp8/).
 
-    P and V are fp16, to which another kernel converts V before or this one does (`converts`), or V has 16 bits already.
-    With `fast` they are of 8 bits, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its
-    maximum is new, and 2 ** (HEADROOM + rescale_threshold) until it is rescaled, just below the largest number of e4m3,
-    448.
+    By default P and V are FP16: another kernel converts V first, this kernel does (`converts`), or V is 16-bit already.
+    With `fast` they are FP8, and the other kernel transposes V. A row's fast P is at most 2 ** HEADROOM when its
+    maximum is new, and at most 2 ** (HEADROOM + rescale_threshold) until it is rescaled, just below 448, the largest
+    E4M3 value.
     """
 
     dtype: str = "float8_e4m3fn"  # of Q and K
-    given_v: str = "float8_e4m3fn"  # dtype of V before another kernel makes it what this one reads
+    given_v: str = "float8_e4m3fn"  # dtype of the caller's V, before another kernel converts it
     fast: bool = False
     out_dtype: str = "bfloat16"
-    q_descale: bool = False  # whether Q has scales
+    q_descale: bool = False  # True if Q has dequantization scales
     k_descale: bool = False
     v_descale: bool = False
-    tokens: bool = False  # whether those that there are, are of blocks of tokens, not of heads (fp8/scales)
-    converts: bool = False  # whether this kernel itself makes V fp16 (fp8/values_inside), and none runs before it
+    tokens: bool = False  # one scale per block of tokens instead of one per head (fp8/scales)
+    converts: bool = False  # this kernel converts V to FP16 (fp8/values_inside), and no kernel runs before it
 
     @property
     def loaded_v(self) -> str:
-        """Of V in global memory."""
+        """Dtype of V in global memory."""
         return self.given_v if self.converts else self.values_dtype
 
     @property
@@ -209,82 +210,84 @@ class Float8Facts(FlashFacts):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of Q and of the rings of K and V, with barriers."""
+        """Bytes of shared memory for Q, the rings of K and V, and barriers."""
         cfg = self.config
         values = cfg.tile_n * self.head_dim_v * cfg.stages * self.values_element.width
-        given = cfg.tile_n * self.head_dim_v * STAGING_STAGES if self.converts else 0
-        return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + given + BARRIER_BYTES
+        staging = cfg.tile_n * self.head_dim_v * STAGING_STAGES if self.converts else 0
+        return (cfg.tile_m + cfg.tile_n * cfg.stages) * self.head_dim + values + staging + BARRIER_BYTES
 
 
 @dataclass(frozen=True)
 class ValuesFacts:
-    """Facts of the kernel that converts FP8 V to FP16 (fp8/converted_values), or transposes it."""
+    """Facts of the kernel that converts FP8 V to FP16 (fp8/converted_values), or transposes it
+    (fp8/transposed_values)."""
 
-    family: ClassVar[str] = "values of 8 bits"
+    family: ClassVar[str] = "FP8 values"
     arch: str
     head_dim: int
-    tile: int = 0  # keys of the forward kernel's tiles; 0: V stays in the order that it has
-    packed: bool = False  # sequences, each of which begins with a tile
+    tile: int = 0  # keys per tile of the forward kernel; 0: V is not transposed
+    packed: bool = False  # packed sequences, each of which begins at a tile boundary
 
     def key(self) -> str:
-        """A text that is the same in every process."""
+        """A string that is the same in every process."""
         return repr(self)
 
 
 @dataclass(frozen=True)
 class DecodeFacts(FlashFacts):
-    """Facts of a kernel for few queries and long K and V (decode/)."""
+    """Facts of a decode kernel (decode/): short Q, long K and V."""
 
     family: ClassVar[str] = "decode"
-    seqlens: bool = False  # whether each item has a length of its own
-    spans: bool = False  # whether it has a first row, too; then the window has a left bound
-    page_size: int = 0  # rows of a page of K and V; 0 without pages
-    split: bool = False  # whether an item's tiles are split among CTAs; a second kernel then combines their results
-    cache: str | None = None  # dtype of K and V where they are of 8 bits; then each warp has tiles of its own
-    k_descale: bool = False  # whether such a K has scales, and V
+    seqlens: bool = False  # each sequence has its own length
+    spans: bool = False  # each sequence also has a first row; then the window has a left bound
+    page_size: int = 0  # tokens per page of the KV cache; 0 without pages
+    split: bool = False  # split-KV: a sequence's tiles are split among CTAs, and a second kernel combines the results
+    cache: str | None = None  # dtype of an FP8 K and V, None for 16-bit; with FP8 each warp has its own tiles
+    k_descale: bool = False  # FP8 K has dequantization scales; v_descale: FP8 V
     v_descale: bool = False
 
     @property
     def box(self) -> int:
-        """Rows of K and V that one TMA load brings."""
+        """Rows of K and V per TMA load."""
         return min(self.page_size or self.config.tile_n, self.config.tile_n)
 
     @property
     def columns(self) -> int:
-        """Of K and V, that a CTA computes at a time."""
+        """Columns of K and V that a CTA computes per step."""
         return self.config.tile_n * (self.config.groups if self.cache else 1)
 
     @property
     def by_bits(self) -> bool:
-        """Of 8-bit caches: whether e4m3 is made fp16 by arithmetic on bits, where there is no instruction for it."""
+        """FP8 caches: True if E4M3 is converted to FP16 by bit arithmetic, on GPUs without an instruction for it."""
         return self.cache == "float8_e4m3fn" and self.spec.capability < (8, 9)
 
     @property
     def early(self) -> bool:
-        """Of 8-bit caches: whether kernels may be launched before the ones before them have ended."""
+        """FP8 caches: True if kernels use programmatic dependent launch."""
         return self.spec.name == "sm_90"
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of Q and of the rings of K and V; of 8-bit caches, of all warps' rings, or of their sums."""
+        """Bytes of shared memory for Q and the rings of K and V; with an FP8 cache, for all warps' rings or their
+        accumulators."""
         if self.cache is None:
             return super().smem_bytes
         cfg = self.config
         rings = cfg.groups * cfg.stages * cfg.tile_n * (self.head_dim + self.head_dim_v)
-        sums = cfg.groups * cfg.tile_m * (self.head_dim_v + SUMS_PAD) * 4
-        return self.softmax_bytes + self.q_bytes + max(rings, sums)
+        accumulators = cfg.groups * cfg.tile_m * (self.head_dim_v + ACC_PAD) * 4
+        return self.softmax_bytes + self.q_bytes + max(rings, accumulators)
 
     @property
     def q_in_registers(self) -> bool:
-        """Of 8-bit caches: whether Q's fragments stay in registers, beside O."""
+        """FP8 caches: True if Q's fragments stay in registers next to O."""
         return super().q_in_registers if self.cache is None else max(self.head_dim, self.head_dim_v) <= 128
 
     @property
     def q_bytes(self) -> int:
-        """Of 8-bit caches: shared memory of Q's fragments where they do not."""
+        """FP8 caches: bytes of shared memory for Q's fragments if they are not in registers."""
         return 0 if self.q_in_registers else self.config.tile_m * self.head_dim * 2
 
     @property
     def softmax_bytes(self) -> int:
-        """Of 8-bit caches: shared memory of all warps' largest scores and sums of their rows."""
+        """FP8 caches: bytes of shared memory for the row maxima and row sums of all warps."""
         return self.config.groups * self.config.tile_m * 2 * 4

@@ -1,4 +1,4 @@
-"""The forward kernels as a family: what tools and tests know of them."""
+"""The forward kernels as a family, for tools and tests."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFact
 
 
 class FlashForward(Family):
-    """Attention with K and V tiles walked by one query tile a CTA: dense, windows, packed sequences, block masks."""
+    """Attention with one query tile per CTA that walks K and V: dense, windows, packed sequences, block masks."""
 
     name = "flash forward"
     ops = ("attention", "block_sparse_attention")
@@ -67,41 +67,44 @@ class FlashForward(Family):
         return describe(facts)
 
     def judge(self, facts: FlashFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        # Where an H200 runs the sm_80 path; see choose.BLOCKS_SM_80.
+        # sm_80 kernels on an H200; see choose.BLOCKS_SM_80.
         if (facts.arch, facts.path) == ("sm_90a", "sm_80") and facts.blocks and resources.stack <= 32:
             problems = [text for text in problems if "stack" not in text and "local memory" not in text]
         found = list(problems)
         if facts.path == "sm_90" and facts.skips_max:
-            found += [f"{opcode}, which not all warps may reach" for opcode in divided(inspect.disassemble(cubin))]
-            found += [] if resources.hmma else ["no scores are computed again"]
+            found += [
+                f"{opcode}, which not all warps of the warpgroup reach"
+                for opcode in divided(inspect.disassemble(cubin))
+            ]
+            found += [] if resources.hmma else ["no scores are recomputed"]
         loads, least = (resources.utmaldg, 3) if facts.path == "sm_90" else (resources.ldgsts, 6)
-        return found if loads >= least else [*found, f"{loads} asynchronous loads, of at least {least}"]
+        return found if loads >= least else [*found, f"{loads} asynchronous loads, expected at least {least}"]
 
 
 def float8_unsupported(facts: Float8Facts) -> str:
-    """Why there is no kernel of 8-bit floats for these facts; "" where there is one."""
+    """Reason why these facts have no FP8 kernel; "" if they have one."""
     if facts.path != "sm_90":
         return (
-            f"q and k of {facts.dtype} are multiplied by sm_90's WGMMA alone, and not on {facts.spec.name}, path "
-            f"{facts.path}; give q, k and v in bfloat16, t.to(torch.bfloat16) * scale, or for decoding q in bfloat16 "
-            "and k and v of 8 bits (seqused_k), which all architectures read"
+            f"{facts.dtype} q and k require the sm_90 path (WGMMA), got {facts.spec.name}, path {facts.path}; "
+            "dequantize q, k and v, t.to(torch.bfloat16) * scale, or decode (seqused_k) with bfloat16 q and an FP8 KV "
+            "cache, which all architectures support"
         )
     if facts.head_dim not in HEAD_DIMS or facts.head_dim_v not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
-        return f"head_dim {facts.head_dim} and {facts.head_dim_v} of 8 bits have no kernel; there are {dims}"
+        return f"head_dim and head_dim_v of FP8 attention must be {dims}, got {facts.head_dim} and {facts.head_dim_v}"
     if facts.converts and (reason := cannot_convert(facts)):
         return reason
     if facts.tokens and facts.packed:
-        return "packed sequences have no scales of blocks of tokens; give scales of each sequence's heads"
+        return "scales per block of tokens do not support packed sequences; pass one scale per sequence and head"
     if facts.tokens and facts.config is not None and SCALE_TOKENS % facts.config.tile_n:
-        return f"tiles of {facts.config.tile_n} keys have scales of several blocks of {SCALE_TOKENS} tokens"
+        return f"a tile of {facts.config.tile_n} keys spans several scale blocks of {SCALE_TOKENS} tokens"
     return ""
 
 
 class Values(Family):
-    """V of 8-bit floats, transposed or converted: what runs before forward attention of them."""
+    """Conversion or transposition of FP8 V, which runs before FP8 forward attention."""
 
-    name = "values of 8 bits"
+    name = "FP8 values"
     ops = ("attention", "block_sparse_attention")
 
     def entry(self, facts: ValuesFacts):
@@ -123,48 +126,48 @@ class Values(Family):
         return converted + [ValuesFacts(spec.target, 128, tile, packed) for tile, packed in cases]
 
     def bundle(self, op: str, request: Request) -> Iterator[ValuesFacts]:
-        return iter(())  # bundles have kernels of 16-bit operands
+        return iter(())  # bundles have kernels with BF16 and FP16 operands
 
     def describe(self, facts: ValuesFacts) -> dict[str, str]:
-        more = f"tiles of {facts.tile}" + (", packed" if facts.packed else "") if facts.tile else "to fp16"
-        return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": more}
+        layout = f"tiles of {facts.tile}" + (", packed" if facts.packed else "") if facts.tile else "to fp16"
+        return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": layout}
 
 
 def short(dtype: str | None) -> str | None:
-    """A dtype's name in a table."""
+    """Short name of a dtype, for tables."""
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
 
 
 def describe(facts: FlashFacts) -> dict[str, str]:
-    """The columns of a table."""
+    """Columns of a table row."""
     switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
     switches += (("lse", facts.lse), ("packed", facts.packed), (f"sinks {short(facts.sinks)}", facts.sinks))
     switches += (("offsets", facts.offsets),)
-    more = [text for text, there in switches if there]
+    features = [text for text, on in switches if on]
     if facts.score:
-        more.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
+        features.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if isinstance(facts, Float8Facts):
-        more += [f"v {short(facts.given_v)}"] if facts.given_v != facts.dtype else []
-        more += [name for name in ("fast", "q_descale", "k_descale", "v_descale") if getattr(facts, name)]
-        more += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
-        more += ["v converted inside"] if facts.converts else []
+        features += [f"v {short(facts.given_v)}"] if facts.given_v != facts.dtype else []
+        features += [name for name in ("fast", "q_descale", "k_descale", "v_descale") if getattr(facts, name)]
+        features += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
+        features += ["v converted inside"] if facts.converts else []
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
-        more.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
+        features.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
     problem = f"D {facts.head_dim}" + (f"/{facts.head_dim_v}" if facts.head_dim_v != facts.head_dim else "")
     return {
         "path": facts.path,
         "configuration": str(facts.config),
         "problem": problem,
         "operands": short(facts.dtype) + (f" to {short(facts.out_dtype)}" if isinstance(facts, Float8Facts) else ""),
-        "epilogue": " ".join(more),
+        "epilogue": " ".join(features),
     }
 
 
 def divided(sass: str) -> list[str]:
-    """Instructions of a whole warpgroup between the vote that sends some of its warps to compute their scores again,
-    and the mma.sync instructions by which they do."""
+    """Warpgroup-wide instructions between the vote that sends some warps to recompute their scores and the mma.sync
+    instructions that recompute them."""
     found, since = [], []
     for opcode in inspect.instructions(sass):
         if opcode.startswith("VOTE"):

@@ -1,10 +1,11 @@
 """The sm_80 attention kernel: cp.async in, ldmatrix and mma.sync, O straight from registers. For sm_80 and newer.
 
     all warps    load, multiply, and do the softmax of their own rows: 16 of the query tile, or a multiple of 16; or
-                 share them with others (mainloop_sm80)
+                 split the head dimension of the same rows (mainloop_sm80)
 
-One CTA does one query tile (mainloop_sm80): the grid is all of them, in the scheduler's order. Several CTAs share an SM
-where registers and shared memory allow it: while warps of one do a softmax, those of another have the tensor cores.
+One CTA computes one query tile (mainloop_sm80): the grid is all of them, in the scheduler's order. Several CTAs share
+an SM where registers and shared memory allow it: while warps of one do a softmax, those of another use the tensor
+cores.
 """
 
 import cuda.bindings.driver as cuda
@@ -46,13 +47,13 @@ class FlashForwardSm80:
         mSinks: cute.Tensor | None,  # (H,)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
-        blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
-        score_tensors: tuple | None,  # what a score_mod reads
+        blocks: tuple | None,  # block_sparse.blocks_of; None without a block mask
+        score_tensors: tuple | None,  # inputs of the score_mod
         scale_log2: Float32,
         softcap: Float32,
-        left: Int32 | None,  # None of a block mask
+        left: Int32 | None,  # None with a block mask
         right: Int32 | None,
-        offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
+        offsets: tuple | None,  # (q_offset, k_offset) with FlashFacts.offsets
         stream: cuda.CUstream,
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mO, mLSE), (cu_q, cu_k), blocks, left, right, offsets)
@@ -102,8 +103,8 @@ class FlashForwardSm80:
                 self.thread_part(*x, seqlen.b, tile.h_kv, seqlen.k0)
                 for x in ((self.mainloop.k, mK), (self.mainloop.v, mV))
             )
-            # Rows past the end of K and V become zeros. Only the first tile visited can reach there, or, with a block
-            # mask, any.
+            # Rows past the end of K and V become zeros. Only the first tile visited can extend past it, or any tile
+            # with a block mask.
             end = const_expr(None) if const_expr(facts.blocks is None) else seqlen.cols
             self.copy(self.mainloop.q, from_q, tile.m, c.sQ, seqlen.rows)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, end)
@@ -116,7 +117,7 @@ class FlashForwardSm80:
         read_sink(mSinks, tile.h, sinks)
         softmax.finish(out, lse, sinks)
         if const_expr(facts.packed and facts.score is not None):
-            # Looked up again, so that nothing of it stays in registers before, of which the score_mod leaves few.
+            # Decoded again instead of kept in registers: the score_mod leaves few.
             tile = scheduler.decode(read_special_register("ctaid.x"))
             seqlen = seqlens.of(tile.b)
             row = tile.m * cfg.tile_m + row0
@@ -131,10 +132,11 @@ class FlashForwardSm80:
     # ------------------------------------------------------------------ global memory -> shared memory
 
     def thread_part(self, op: OperandTile, mX: cute.Tensor, b: Int32, h: Int32, begin: Int32) -> tuple:
-        """(line, to, source, pitch): what this thread's copies of a head's tiles, from row `begin` on, have in common.
+        """(line, to, source, pitch): the constants of this thread's copies of a head's tiles, from row `begin` on.
 
-        Neighbouring threads copy neighbouring chunks, `op.chunks` of a line at a time. `to` is where the thread's first
-        vector goes in a tile, `source` where that of the head's first tile comes from, `pitch` the bytes of a line.
+        Neighboring threads copy neighboring chunks, `op.chunks` of a line at a time. `to` is the offset of the thread's
+        first vector in a tile, `source` the address of that vector in the head's first tile, `pitch` the bytes of a
+        line.
         """
         line, element = first_vector(op, cute.arch.thread_idx()[0])
         width = op.element.width
@@ -144,7 +146,7 @@ class FlashForwardSm80:
 
     @cute.jit
     def copy(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
-        """Copy tile n of an operand to `tile`; lines from `end` on, if that is given, become zeros."""
+        """Copy tile n of an operand to `tile`; lines from `end` on, unless it is None, become zeros."""
         if const_expr(lines_at_once(op) <= op.lines):
             self.copy_lines(op, thread, n, tile, end)
         elif thread[0] < op.lines:
@@ -152,7 +154,7 @@ class FlashForwardSm80:
 
     @cute.jit
     def copy_lines(self, op: cutlass.Constexpr, thread: tuple, n: Int32, tile: Int32, end: Int32 | None):
-        """The same for this thread's vectors."""
+        """Copy this thread's vectors of a tile; see `copy`."""
         line, to, source, pitch = thread
         source = source + n * op.lines * pitch
         passed = const_expr(0)

@@ -1,25 +1,25 @@
-"""The sm_90 attention kernel: persistent, warp-specialised, TMA in, WGMMA, O straight from registers.
+"""The sm_90 attention kernel: persistent, warp-specialized, TMA in, WGMMA, O straight from registers.
 
     warpgroup 0      producer; one of its warps issues all TMA loads, the others idle, or convert V (fp8/values.py)
-    warpgroups 1..   consumers; each owns 64 rows of the query tile, or shares them with the other (mainloop_sm90)
+    warpgroups 1..   consumers; each owns 64 rows of the query tile, or two split the head dimension (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
     Q          1 thread + bytes of TMA   1 thread for each consumer warp; one stage
     K, V       see mainloop_sm90
-    queue      the producer warp         all consumer threads, and those that convert V; tile_queue.SLOTS stages
+    queue      the producer warp         all consumer threads, and the converting warps; tile_queue.SLOTS stages
                                          (FlashConfig.dynamic)
 
-    named barriers   1, 2, ..   order of the consumers' products (tile/barriers.py)
-                     4          both consumers, around the exchange of scores where they share rows
-                     8, 9, ..   the warps of each consumer, before V's rows past the end are zeros
+    named barriers   1, 2, ..   order of the consumers' WGMMAs (tile/barriers.py)
+                     4          both consumers, around the exchange of scores if they have the same rows
+                     8, 9, ..   the warps of each consumer, before V's rows past the end are zeroed
 
-Consumers issue their products in order (FlashFacts.ordered): while one of them does its softmax, another has the tensor
-cores.
+Consumers issue their WGMMAs in order (FlashFacts.ordered, ping-pong): while one of them does its softmax, another uses
+the tensor cores.
 
     group 0    | QK, PV | softmax        | QK, PV | softmax ...
     group 1             | QK, PV | softmax        | QK, PV | ...
 
-O needs no shared memory, so the next query tile's Q is loaded as soon as this one's last scores are done.
+O needs no shared memory, so the next query tile's Q is loaded as soon as the last scores of the current one are done.
 """
 
 import cuda.bindings.driver as cuda
@@ -43,10 +43,11 @@ from .store_o import store_partial, store_rows
 from .tile_queue import FIELDS, SLOTS, TileQueue
 from .zero_oob_rows import zero_oob_rows
 
-FETCH_AHEAD = 6  # tiles of K and V that are left of a query tile when the next one is fetched
+FETCH_AHEAD = 6  # KV tiles left of a query tile when the next query tile is fetched
 
-# Registers a thread of (producer, consumers), by number of consumers: what setmaxnreg makes of 65,536.
-# With one of them an SM may have two CTAs. Of those that share rows the producer has more: its tiles are eight boxes.
+# Registers per thread of (producer, consumers), by number of consumer warpgroups, that setmaxnreg makes of 65,536. With
+# one consumer warpgroup, two CTAs may fit per SM. Consumers that split the head dimension need a larger producer
+# register budget, since each tile is eight TMA boxes.
 REGISTERS = {1: (24, 232), 2: (24, 240), 3: (32, 160)}
 REGISTERS_SHARING = (40, 232)
 
@@ -54,7 +55,7 @@ REGISTERS_SHARING = (40, 232)
 class FlashForwardSm90:
     """Compiles to one kernel per `FlashFacts`."""
 
-    follows = False  # whether this kernel may be launched while another one, which makes its V, still runs
+    is_secondary = False  # True for a secondary kernel of programmatic dependent launch: the primary writes V
 
     def __init__(self, facts: FlashFacts):
         self.facts, self.cfg = facts, facts.config
@@ -85,14 +86,14 @@ class FlashForwardSm90:
         mSinks: cute.Tensor | None,  # (H,)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
-        blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
-        score_tensors: tuple | None,  # what a score_mod reads
-        counter: cute.Tensor | None,  # (1,) int32, 0; of a dynamic schedule
+        blocks: tuple | None,  # block_sparse.blocks_of; None without a block mask
+        score_tensors: tuple | None,  # inputs of the score_mod
+        counter: cute.Tensor | None,  # (1,) int32, 0; None without a dynamic schedule
         scale_log2: Float32,
         softcap: Float32,
-        left: Int32 | None,  # None of a block mask
+        left: Int32 | None,  # None with a block mask
         right: Int32 | None,
-        offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
+        offsets: tuple | None,  # (q_offset, k_offset) with FlashFacts.offsets
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -101,7 +102,8 @@ class FlashForwardSm90:
         self.start(p, self.mainloop.v.view(p.mV), counter, scalars, None, max_ctas, stream)
 
     def start(self, p, tV: cute.Tensor, counter, scalars: tuple, scales, max_ctas: Int32, stream: cuda.CUstream):
-        """Launch the kernel of a problem; tV is V as (Dv, Sk, Hkv, B), `scalars` and `scales` the kernel's last."""
+        """Launch the kernel of a problem. tV: V as (Dv, Sk, Hkv, B); `scalars`, `scales`: the kernel's last
+        arguments."""
         cfg, loop = self.cfg, self.mainloop
         tQ, tK, gO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mO))  # (S, D, H, B)
         self.storage = loop.storage()
@@ -117,8 +119,8 @@ class FlashForwardSm90:
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
-            use_pdl=self.follows,
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # otherwise the DSL would query a GPU
+            use_pdl=self.is_secondary,
             stream=stream,
         )  # fmt: skip
 
@@ -131,7 +133,7 @@ class FlashForwardSm90:
         mQ: cute.Tensor,  # (Sq, D, H, B)
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,  # (Sk, D, Hkv, B)
-        tma_v: cute.CopyAtom | None,  # None where V comes without TMA (fp8/values.py)
+        tma_v: cute.CopyAtom | None,  # None if V is loaded without a TMA descriptor (fp8/values.py)
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
@@ -145,7 +147,7 @@ class FlashForwardSm90:
         softcap: Float32,
         score_tensors: tuple | None,
         mSinks: cute.Tensor | None,  # (H,)
-        scales: tuple | None,  # of Q, K and V of 8 bits, (B, H) and (B, Hkv), or None for 1
+        scales: tuple | None,  # of FP8 Q, K and V, (B, H) and (B, Hkv), or None for 1
     ):
         cfg, facts = self.cfg, self.facts
         tidx = cute.arch.thread_idx()[0]
@@ -169,7 +171,7 @@ class FlashForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                if const_expr(self.follows):
+                if const_expr(self.is_secondary):
                     cute.arch.griddepcontrol_wait()
                 operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
@@ -182,9 +184,9 @@ class FlashForwardSm90:
             c = self.mainloop.consumer(
                 (mma_qk, mma_pv), groups(group), (sQ, sK, sV), (pipe_k, pipe_v), scale_log2, self.mainloop.order(group)
             )
-            column = const_expr(0)  # of O, this warpgroup's first one
+            column = const_expr(0)  # this warpgroup's first column of O
             if const_expr(facts.sharers > 1):
-                c = self.mainloop.sharing(c, group, storage.scores)
+                c = self.mainloop.split(c, group, storage.scores)
                 column = group * self.mainloop.columns
             acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
             lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
@@ -227,7 +229,8 @@ class FlashForwardSm90:
                     state_q.advance()
                     self.mainloop.last_step(mine, at_v)
                     self.read_last(mSinks, sinks, scales, v_scale, tile)
-                    # The last product runs. Its wait must be in this branch, or ptxas waits often: so both consume.
+                    # The last WGMMA is in flight. Its wait must be in this branch, or ptxas inserts many waits: so both
+                    # branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
@@ -245,7 +248,7 @@ class FlashForwardSm90:
                     index += step
 
     def read_last(self, mSinks: cute.Tensor | None, sinks, scales: tuple | None, v_scale, tile):
-        """Read a query tile's sink and V's descale factor at its end, so that no register holds them before."""
+        """Read a query tile's sink and V's dequantization scale at its end, so that no register holds them before."""
         read_sink(mSinks, tile.h, sinks)
         if v_scale is not None:
             self.mainloop.scales.read_value(scales, tile, v_scale)
@@ -254,7 +257,7 @@ class FlashForwardSm90:
     def store_lse(
         self, mLSE: cute.Tensor | None, lse: cute.Tensor, tile, seqlen, row: Int32, tidx: Int32, group: Int32
     ):
-        """Store the LSE of this thread's two rows, if it is asked for: by one thread of each quad."""
+        """Store the LSE of this thread's two rows if it is requested: one thread of each quad stores."""
         if const_expr(mLSE is not None):
             if tidx % 4 == 0 and (self.facts.sharers == 1 or group == 0):
                 for r in range_constexpr(2):
@@ -262,7 +265,7 @@ class FlashForwardSm90:
                         mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
 
     def first_row(self, tile) -> Int32:
-        """The first of this thread's two rows of the query tile."""
+        """Index of the first of this thread's two rows of the query tile."""
         thread = read_special_register("tid.x") - WARPGROUP
         if const_expr(self.facts.sharers > 1):
             thread = thread % WARPGROUP
@@ -272,7 +275,7 @@ class FlashForwardSm90:
 
     @cute.jit
     def produce(self, operands: tuple, queue: TileQueue | None, source, scheduler, seqlens, step: Int32):
-        """Load this CTA's query tiles, and the tiles of K and V.
+        """Load this CTA's query tiles, and the KV tiles.
 
         operands: (TMA atom, smem, tensor, pipeline) of Q and K, and (TMA atom, tensor, Values.loads) of V.
         """
@@ -291,17 +294,17 @@ class FlashForwardSm90:
             tQsQ, tQgQ = self.mainloop.q.partition(tma_q, sQ, mQ, (seqlen.q0, 0))
             tKsK, tKgK = self.mainloop.k.partition(tma_k, sK, mK, (seqlen.k0, 0))
             values = self.mainloop.v.tiles(tma_v, sV, mV, tile, seqlen)
-            # The next tile's number is fetched so early that it is there in time, and no earlier: a CTA that takes a
-            # tile long before it begins it may be one that still has much to do.
+            # The next tile's index is fetched early enough to arrive in time, and no earlier: a CTA that claims a tile
+            # long before it starts it may still have much other work.
             number, fetch_at = index + step, cutlass.max(tiles.count - FETCH_AHEAD, 1)
             if tiles.count > 0:
-                # Loads are in the order in which consumers wait for them; Q's stage is free later than K's.
+                # Loads are issued in the order in which consumers wait for them; Q's stage is free later than K's.
                 keys = tma_k, tKgK[None, None, 0, tile.h_kv, seqlen.b], tKsK
-                # at() may load a tile's number from memory, so it is called one step ahead, once past the end.
+                # at() may load a tile's index from memory, so it is called one step ahead, once past the end.
                 n, ahead = tiles.at(0), tiles.at(1)
                 gQ = tQgQ[None, tile.m, 0, tile.h, seqlen.b]
-                # To L2, long before Q's stage is free. At head dimension 256 this is not faster, and at 96 and 192 the
-                # producer has no registers for it.
+                # Prefetched to L2, long before Q's stage is free. At head dimension 256 this is not faster, and at 96
+                # and 192 the producer has no registers for it.
                 if const_expr(facts.head_dim in (64, 128)):
                     cute.prefetch(tma_q, gQ)
                 self.mainloop.k.load(keys, n, pipe_k, at_k)
@@ -330,7 +333,7 @@ class FlashForwardSm90:
                 state_queue.advance()
 
     def make_pipelines(self, storage, sV: cute.Tensor) -> tuple:
-        """(Q, K, V, what V is loaded into, queue); returns after every barrier is visible."""
+        """(Q, K, V, ring that V is loaded into, queue); returns after every barrier is visible."""
         cfg, loop, queue = self.cfg, self.mainloop, None
         pipe_q = loop.q.make_ring(storage.barriers_q)
         pipe_k, pipe_v = loop.make_kv_rings(storage)

@@ -1,7 +1,7 @@
-"""Which tiles of K and V a query tile visits: the iterator that attention's mainloops ask.
+"""KV tiles that a query tile visits: the iterator of the attention mainloops.
 
-A tile of scores is *partial* where some of its elements are masked, and *full* where none are. The tiles come in
-segments of one kind each, so that a kernel has a loop without masking for the full ones:
+A tile of scores is *partial* if some of its elements are masked, and *full* if none are. The tiles come in segments of
+one kind each, so that a kernel has a loop without masking for full tiles:
 
     causal            | partial: the diagonal        | full: all before it |
     sliding window    | partial: the right edge      | full: the body      | partial: the left edge |
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32
 
-FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: known at run time, by the segment that the tile is in
+FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: known at run time, from the tile's segment
 
 
 @dataclass(frozen=True)
 class KvTiles:
-    """The tiles of K and V that one query tile visits."""
+    """KV tiles that one query tile visits."""
 
     count: Int32
-    last: Int32  # number of the first tile to visit, the highest one
-    ends: tuple  # how many tiles are visited up to the end of each segment
+    last: Int32  # index of the first tile to visit, the highest one
+    ends: tuple  # number of tiles up to the end of each segment
     kinds: cutlass.Constexpr[tuple]  # of the segments, PARTIAL or FULL
     first: cutlass.Constexpr[int] = PARTIAL  # kind of the first tile; masking it always needs no branch
 
@@ -34,31 +34,32 @@ class KvTiles:
     at_partial = at
 
     def part(self, begin: Int32, end: Int32) -> "KvTiles":
-        """The tiles visited from number `begin` to before number `end`, which must exist."""
+        """The tiles visited from position `begin` to before position `end`, which must exist."""
         ends = tuple(cutlass.max(cutlass.min(e, end) - begin, 0) for e in self.ends)
         return KvTiles(end - begin, self.last - begin, ends, self.kinds)
 
 
 @dataclass(frozen=True)
 class WindowSource:
-    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is SeqlenInfo.offset.
+    """Window in which row i attends to the existing columns from i + offset - left to i + offset + right
+    (SeqlenInfo.offset).
 
-    Causal is right = 0 and no left bound. So the last row sees the last column, whatever the lengths.
+    Causal is right = 0 and no left bound. By default the last row attends to the last column, whatever the lengths.
     """
 
-    window: cutlass.Constexpr  # config.WindowKind: which of the bounds there are
+    window: cutlass.Constexpr  # config.WindowKind: the bounds in use
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
 
     def for_tile(self, tile, seqlen) -> KvTiles:
-        """The tiles for a query tile (scheduler.QueryTile) of an item of these lengths (seqlen.SeqlenInfo)."""
+        """KV tiles of a query tile (scheduler.QueryTile) of a sequence with these lengths (seqlen.SeqlenInfo)."""
         first = tile.m * self.tile_m
         return self.for_rows(first, cutlass.min(first + self.tile_m, seqlen.rows), seqlen)
 
     def for_rows(self, first, after, seqlen) -> KvTiles:
-        """The tiles for the rows `first` to before `after`."""
+        """KV tiles of the rows from `first` to before `after`."""
         offset, cols = seqlen.offset, seqlen.cols
         end, full_end = cols, cols
         if self.window.right:
@@ -78,11 +79,11 @@ class WindowSource:
         return KvTiles(count, n_end - 1, ends, kinds)
 
     def place(self, tile, row) -> tuple:
-        """(head of Q, row of it) of a row of a query tile's item."""
+        """(query head, query index) of a row of a query tile."""
         return tile.h, row
 
     def bounds(self, row, seqlen) -> tuple:
-        """(begin, end) of the columns that a row sees."""
+        """(begin, end) of the columns that a row attends to."""
         begin, end = Int32(0), seqlen.cols
         if self.window.right:
             end = cutlass.min(end, row + seqlen.offset + self.right + 1)

@@ -1,22 +1,23 @@
-"""The sm_90 mainloop of attention: what consumers do with each tile of K and V, in forward and in decoding.
+"""The sm_90 mainloop of attention: the consumers' steps for each KV tile, in forward and in decode.
 
     ring       producer arrives          consumers arrive (per stage)
     K, V       1 thread + bytes of TMA   1 thread for each consumer warp; `stages` stages each
 
-A consumer's step over K/V tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah
-et al. 2024):
+A consumer's step over KV tile i, with S the scores, P their exponentials, both in registers (FlashAttention-3, Shah et
+al. 2024):
 
     wait K[i] -> issue S' = Q K[i]' -> wait V[i-1] -> issue O += P V[i-1] -> wait S'
     softmax of S', release K[i] -> wait O -> P = S', O *= factor where a row's maximum has grown by much
     -> release V[i-1]
 
-So the softmax of one tile runs while the tensor cores do the product of the tile before.
+So the softmax of one tile overlaps with P V of the tile before.
 
-At head dimension 512 two warpgroups share their 64 rows (FlashFacts.sharers): each computes S' of half of Q's and K's
-columns, adds the other's through shared memory, does the same softmax, and has half of O's columns.
+At head dimension 512 two warpgroups split the head dimension of the same 64 rows (FlashFacts.sharers): each computes S'
+from half of Q's and K's columns, adds the other's through shared memory, does the same softmax, and has half of O's
+columns.
 
-What differs between kernels are the operands (operand_sm90), the softmax policy (softmax_policy) and, of FP8 operands,
-the descale factors (fp8/scales).
+Kernels differ in their operands (operand_sm90), their softmax policy (softmax_policy) and, for FP8, their
+dequantization scales (fp8/scales).
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ ROWS = 64  # of a consumer warpgroup
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warpgroup needs for all of its query tiles: operands, accumulators, the rings of K and V."""
+    """State of a consumer warpgroup for all of its query tiles: operands, accumulators, the rings of K and V."""
 
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
@@ -65,39 +66,41 @@ class Consumer:
     pipe_k: pipeline.PipelineAsync
     pipe_v: pipeline.PipelineAsync
     order: Int32 | None  # MainloopSm90.order
-    exchange: Int32 | None = None  # where those that share rows exchange scores, 16 bytes of each thread, and so on
+    exchange: Int32 | None = (
+        None  # address at which warpgroups with the same rows exchange scores, 16 bytes per thread at a time
+    )
 
 
 def in_steps(a: cute.Tensor, b: cute.Tensor) -> tuple:
-    """(the fragments of each MMA step, how many steps), of (MMA, MMA_M or MMA_N, MMA_K)."""
+    """(function from an MMA step to its fragments, number of steps) of (MMA, MMA_M or MMA_N, MMA_K)."""
     return lambda k: (a[None, None, k], b[None, None, k]), cute.size(b, mode=[2])
 
 
 class MainloopSm90:
-    """Steps over the tiles of K and V of one query tile; also the storage, products and rings that they need.
+    """Steps over the KV tiles of one query tile, with their storage, MMAs and rings.
 
-    values: the class of V's operand. scales: the descale factors of FP8 operands (fp8/scales); None: none.
+    values: the class of V's operand. scales: the dequantization scales of FP8 operands (fp8/scales), or None.
     """
 
     def __init__(self, facts: FlashFacts, policy: ExactMax, values: type[Values] = Values, scales=None):
         self.facts, self.cfg, self.policy, self.scales = facts, facts.config, policy, scales
         self.dtype, self.dtype_v = cutlass_dtype(facts.dtype), cutlass_dtype(facts.values_dtype)  # of P, too
         self.sharers = facts.sharers
-        self.columns = facts.head_dim_v // self.sharers  # of O, that a warpgroup has
+        self.columns = facts.head_dim_v // self.sharers  # of O, per warpgroup
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of Q, K and V
         cfg, dim = facts.config, facts.head_dim
         self.q = Operand(self.dtype, (cfg.tile_m, dim), 1, self.arrivals, facts.packed)
         self.k = Operand(self.dtype, (cfg.tile_n, dim), cfg.stages, self.arrivals, facts.packed)
         self.v = values(self.dtype_v, facts, self.arrivals)
 
-    # ------------------------------------------------------------------ storage, products, rings
+    # ------------------------------------------------------------------ storage, MMAs, rings
 
     def layouts(self) -> tuple:
         """(sQ, sK, sV), the last two with stages."""
         return self.q.layout(), self.k.layout(), self.v.layout()
 
     def storage(self) -> type:
-        """The struct of a CTA's shared memory."""
+        """Struct of a CTA's shared memory."""
         sizes = [cute.cosize(layout) for layout in self.layouts()]
         exchanged = self.facts.exchange_bytes // 4
 
@@ -125,12 +128,13 @@ class MainloopSm90:
         )
 
     def make_mmas(self) -> tuple:
-        """(S = Q K', O = P V) of all consumers."""
+        """(S = Q K', O = P V) tiled MMAs of all consumers."""
         k = cute.nvgpu.OperandMajorMode.K
         major = cute.nvgpu.OperandMajorMode.MN if self.facts.values_element.transposes else k
         groups = (self.cfg.groups // self.sharers, 1, 1)
         qk = sm90_utils.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, groups, (ROWS, self.cfg.tile_n))
-        # Two CTAs an SM begin with 128 registers a thread, too few for an instruction that is 256 columns wide.
+        # With two CTAs per SM, kernels begin with 128 registers per thread, too few for an instruction 256 columns
+        # wide.
         wide = self.columns // (2 if self.cfg.ctas > 1 and self.facts.head_dim_v == 256 else 1)
         pv = sm90_utils.make_trivial_tiled_mma(
             self.dtype_v, self.dtype_v, k, major, Float32, groups, (ROWS, wide),
@@ -139,11 +143,11 @@ class MainloopSm90:
         return qk, pv
 
     def make_kv_rings(self, storage) -> tuple:
-        """The pipelines of K and V."""
+        """Pipelines of K and V."""
         return self.k.make_ring(storage.barriers_k), self.v.make_ring(storage.barriers_v)
 
     def consumer(self, mmas: tuple, thread, operands: tuple, rings: tuple, scale_log2: Float32, order) -> Consumer:
-        """A warpgroup's operands and registers; `thread` is its first one's number among the consumers."""
+        """Operands and registers of a warpgroup; `thread` is the index of its first thread among the consumers."""
         cfg = self.cfg
         (mma_qk, mma_pv), (sQ, sK, sV), (pipe_k, pipe_v) = mmas, operands, rings
         thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
@@ -158,8 +162,9 @@ class MainloopSm90:
             mma_qk, mma_pv, sQ, sK, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, softmax, pipe_k, pipe_v, order
         )  # fmt: skip
 
-    def sharing(self, c: Consumer, part: Int32, scores) -> Consumer:
-        """The consumer with its part of those that share its rows: of the columns of Q, K and V. `scores`: storage."""
+    def split(self, c: Consumer, part: Int32, scores) -> Consumer:
+        """The consumer restricted to part `part` of the head dimension: of the columns of Q, K and V. `scores`:
+        storage."""
         steps = cute.size(c.tSrQ, mode=[2]) // self.sharers
 
         def mine(t: cute.Tensor, mode: int, size: int) -> cute.Tensor:
@@ -170,14 +175,14 @@ class MainloopSm90:
         return replace(c, **parts, exchange=scores.data_ptr().toint())
 
     @cute.jit
-    def add_scores(self, c: Consumer):
-        """Add the other warpgroup's part of the scores; the sums are the same bits in both."""
-        self.meet()  # the other has read those of the tile before
+    def reduce_scores(self, c: Consumer):
+        """Add the other warpgroup's partial scores; the sums are bitwise identical in both."""
+        self.exchange_barrier()  # the other warpgroup has read the scores of the tile before
         for i in range_constexpr(cute.size(c.acc_S) // 4):
             cute.autovec_copy(
                 cute.make_tensor(c.acc_S.iterator + 4 * i, cute.make_layout(4)), self.exchanged(c.exchange, i, 0)
             )
-        self.meet()
+        self.exchange_barrier()
         for i in range_constexpr(cute.size(c.acc_S) // 4):
             part = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(self.exchanged(c.exchange, i, WARPGROUP), part)
@@ -185,20 +190,21 @@ class MainloopSm90:
                 c.acc_S[4 * i + j] = c.acc_S[4 * i + j] + part[j]
 
     def exchanged(self, base: Int32, i: int, other: int) -> cute.Tensor:
-        """The i-th four scores of this thread or, with `other`, of the one so many threads before or after it."""
-        number = (read_special_register("tid.x") - WARPGROUP) ^ other  # read anew: no register is held for it
+        """The i-th four scores of this thread or, with `other`, of the thread `other` before or after it."""
+        number = (read_special_register("tid.x") - WARPGROUP) ^ other  # read again rather than held in a register
         at = base + number * VECTOR_BYTES + i * (self.sharers * WARPGROUP * VECTOR_BYTES)
         return cute.make_tensor(
             make_ptr(Float32, at, AddressSpace.smem, assumed_align=VECTOR_BYTES), cute.make_layout(4)
         )
 
-    def meet(self):
+    def exchange_barrier(self):
         cute.arch.barrier(barrier_id=FORWARD_SCORES, number_of_threads=self.sharers * WARPGROUP)
 
     # ------------------------------------------------------------------ ordered barrier
 
     def order(self, group: Int32) -> Int32:
-        """Warpgroups issue products in turn (FlashFacts.ordered): a group's own barrier and, times 16, the next's."""
+        """Named barriers of the ping-pong order (FlashFacts.ordered): a warpgroup's own and, times 16, the next
+        one's."""
         numbers = FORWARD_ORDER + group + 16 * (FORWARD_ORDER + (group + 1) % self.cfg.groups)
         return cute.arch.make_warp_uniform(numbers)
 
@@ -214,12 +220,12 @@ class MainloopSm90:
 
     @property
     def has_tile_scales(self) -> bool:
-        """True if tiles of K and V have descale factors of their own."""
+        """True if KV tiles have dequantization scales of their own."""
         return self.scales is not None and self.scales.per_tile
 
     @cute.jit
     def first_step(self, c: Consumer, work: QueryWork, at_k):
-        """P of the first tile; returns the state of K's ring."""
+        """Compute P of the first tile; returns the state of K's ring."""
         if const_expr(self.has_tile_scales):
             c = self.scales.load(c, work, 0, work.tiles.first)
         c.pipe_k.consumer_wait(at_k)
@@ -232,13 +238,13 @@ class MainloopSm90:
         c.pipe_k.consumer_release(at_k)
         at_k.advance()
         if const_expr(self.sharers > 1):
-            self.add_scores(c)
+            self.reduce_scores(c)
         self.policy.first(c, work)
         return at_k
 
     @cute.jit
     def steps(self, c: Consumer, work: QueryWork, at_k, at_v):
-        """All tiles after the first; returns the states of K's and V's rings."""
+        """Run all tiles after the first; returns the states of K's and V's rings."""
         for segment in range_constexpr(len(work.tiles.kinds)):
             begin = 1 if const_expr(segment == 0) else cutlass.max(work.tiles.ends[segment - 1], 1)
             for i in cutlass.range(begin, work.tiles.ends[segment], unroll=1):
@@ -247,7 +253,7 @@ class MainloopSm90:
 
     @cute.jit
     def step(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr, at_k, at_v):
-        """P of tile i, and O of the tile before; returns the states of K's and V's rings."""
+        """Compute P of tile i, and O of the tile before; returns the states of K's and V's rings."""
         if const_expr(self.has_tile_scales):
             c = self.scales.load(c, work, i, kind)
         c.pipe_k.consumer_wait(at_k)
@@ -265,10 +271,10 @@ class MainloopSm90:
         else:
             c.pipe_k.consumer_release(at_k)
             if const_expr(self.sharers > 1):
-                self.add_scores(c)
+                self.reduce_scores(c)
             grown = self.policy.step(c, work, i, kind)
         at_k.advance()
-        # Two warpgroups gain nothing by it, and masked tiles leave no registers for it.
+        # Two warpgroups gain nothing from this, and masked tiles leave no registers for it.
         if const_expr(self.cfg.groups == 3 and kind == FULL):
             compute_before_waits(*(c.softmax.row_sum[r] for r in range(2)), c.sQ.iterator.toint())
         warpgroup.wait_group(0)
@@ -282,7 +288,7 @@ class MainloopSm90:
         start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
 
     def finish(self, c: Consumer, at_v):
-        """Wait for the last product; returns the state of V's ring."""
+        """Wait for the last WGMMA; returns the state of V's ring."""
         warpgroup.wait_group(0)
         c.pipe_v.consumer_release(at_v)
         at_v.advance()

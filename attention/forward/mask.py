@@ -1,4 +1,4 @@
-"""Scores before their softmax: the softcap, a score_mod, and masks."""
+"""Score modifications before the softmax: the softcap, a score_mod, and masks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,13 +10,13 @@ from cute_kernels.traced.lower import Place, lower
 
 from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
-AT_ONCE = 16  # scores of a thread whose positions, and what is read there, are in registers at a time
+AT_ONCE = 16  # scores of a thread whose positions, and values loaded for them, are in registers at a time
 LOG2E = 1.4426950408889634
 
 
 @cute.jit
 def cap_scores(scores: cute.Tensor, twice: Float32):  # (rows, columns)
-    """scores = c tanh(scores / c), in units of c: what is left to multiply by c is part of the softmax's scale.
+    """scores = c tanh(scores / c), in units of c: the remaining factor c is part of the softmax's scale.
 
     `twice` is 2 log2(e) scale / c, since tanh(y) = 1 - 2 / (1 + e^(2 y)).
     """
@@ -29,25 +29,25 @@ def cap_scores(scores: cute.Tensor, twice: Float32):  # (rows, columns)
 def change_scores(
     scores: cute.Tensor,  # (rows, columns) of this thread
     mod: cutlass.Constexpr[ScoreMod],
-    tensors: tuple | None,  # what it reads
+    tensors: tuple | None,  # inputs of the score_mod
     scale: Float32,
     source,
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
     tile,  # scheduler.QueryTile or packing.DecodeTile
     seqlen,  # seqlen.SeqlenInfo
-    inside: cutlass.Constexpr[bool],  # whether the tile ends before the last column
+    inside: cutlass.Constexpr[bool],  # True if the tile ends before the last column
 ):
     """scores = score_mod(scale * scores, b, h, q, kv)."""
     mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         h, q = source.place(tile, row + 8 * r)
         if const_expr(mod.indexes(Q_INPUT)):
-            q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+            q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
         q = seqlen.q_position(q)
         for c in range_constexpr(columns):
             if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
-                # There are no registers for the loads of all scores at once, nor for their positions.
+                # Registers do not suffice for the loads of all scores at once, nor for their positions.
                 mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
             column = Place(mine, const_expr(c // 2 * 8 + c % 2))
             if const_expr(mod.indexes(KV_INPUT) and not inside):
@@ -64,7 +64,7 @@ def mask_window(
     col0: Int32,  # first column of the tile
     seqlen,  # seqlen.SeqlenInfo
 ):
-    """-inf where a row does not see a column."""
+    """Set scores to -inf where a row does not attend to a column."""
     for r in range_constexpr(cute.size(scores, mode=[0])):
         begin, end = source.bounds(row + 8 * r, seqlen)
         mine = col0 + cute.arch.lane_idx() % 4 * 2
@@ -81,18 +81,18 @@ def mask_window(
 def mask_elements(
     scores: cute.Tensor,  # (rows, columns) of this thread
     kind,  # config.BlockKind
-    tensors: tuple,  # what its element mask reads: tensors, and then numbers
+    tensors: tuple,  # inputs of the element mask: tensors, then numbers
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
     tile,  # scheduler.QueryTile
     seqlen,  # seqlen.SeqlenInfo
 ):
-    """-inf where the element mask is false, and past the last column."""
+    """Set scores to -inf where the element mask is false, and past the last column."""
     mine = col0 + cute.arch.lane_idx() % 4 * 2
     for r in range_constexpr(cute.size(scores, mode=[0])):
         q = row + 8 * r
         if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
-            q = cutlass.min(q, seqlen.rows - 1)  # nothing past their ends is read
+            q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
         q = seqlen.q_position(q)
         for c in range_constexpr(cute.size(scores, mode=[1])):
             column = mine + const_expr(c // 2 * 8 + c % 2)

@@ -1,4 +1,4 @@
-"""A tile of scores to P, on both paths: the cap or score_mod, the mask, the softmax."""
+"""A tile of scores to P, on both paths: the softcap or score_mod, the mask, the softmax."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,15 @@ from .softmax import OnlineSoftmax
 
 @dataclass(frozen=True)
 class QueryWork:
-    """One query tile: which tiles of K and V it visits, and what masks need."""
+    """One query tile: the KV tiles that it visits, and the inputs of its masks."""
 
     source: Any  # kv_tiles.WindowSource or block_source.BlockSource
-    tiles: Any  # what source.for_tile gave
+    tiles: Any  # returned by source.for_tile
     tile: Any  # scheduler.QueryTile or packing.DecodeTile
     seqlen: Any  # seqlen.SeqlenInfo
     row: Int32  # first row of this thread
-    softcap: Float32  # with a score_mod, what scores are multiplied by before it
-    score_tensors: tuple | None = None  # what the score_mod reads
+    softcap: Float32  # with a score_mod, the scale of scores before it
+    score_tensors: tuple | None = None  # inputs of the score_mod
 
 
 @cute.jit
@@ -31,11 +31,11 @@ def mask_and_softmax(
     scores: cute.Tensor,  # (rows, columns)
     softmax: OnlineSoftmax,
     work: QueryWork,
-    i,  # which of the tiles
+    i,  # index of the visited tile
     kind: cutlass.Constexpr,  # kv_tiles.FULL, PARTIAL or EITHER
     lazily: cutlass.Constexpr = False,  # OnlineSoftmax.step_lazily
 ):
-    """Scores to P: the cap or score_mod, the mask, the softmax. Returns whether O is to be rescaled."""
+    """Scores to P: the softcap or score_mod, the mask, the softmax. Returns True if O must be rescaled."""
     if const_expr(facts.softcap):
         cap_scores(scores, work.softcap)
     if const_expr(facts.score is not None):
@@ -57,7 +57,7 @@ def mask_and_softmax(
 
 @cute.jit
 def mask(facts: cutlass.Constexpr, scores: cute.Tensor, work: QueryWork, i):
-    """-inf where a row does not see a column of the i-th tile."""
+    """Set scores to -inf where a row does not attend to a column of the i-th tile."""
     col0 = work.tiles.at_partial(i) * facts.config.tile_n
     if const_expr(facts.blocks is None):
         mask_window(scores, work.source, work.row, col0, work.seqlen)

@@ -1,7 +1,7 @@
 """Operands of attention on sm_90: the ring of Q, K or V in shared memory, its pipeline, and the loads of its tiles.
 
-The kernel and its mainloop use Q, K and V through this interface. A V that arrives in another form is a subclass of
-Values (fp8/values.py).
+The kernel and its mainloop use Q, K and V through this interface. A V in another format is a subclass of Values
+(fp8/values.py).
 
     layout()                     the ring in shared memory, with its stages
     make_load(tensor)            the TMA atom and its tensor, on the host
@@ -35,15 +35,15 @@ class Operand:
         self.arrivals, self.packed, self.row_major = arrivals, packed, row_major
 
     def layout(self):
-        """The ring, (rows, columns, PIPE)."""
+        """Layout of the ring, (rows, columns, PIPE)."""
         return smem_layout(self.dtype, *self.tile, self.stages, self.row_major)
 
     def make_load(self, tensor: cute.Tensor) -> tuple:
-        """The TMA load of its tiles: (atom, tensor)."""
+        """TMA load of its tiles: (atom, tensor)."""
         return make_load(tensor, self.layout(), self.tile)
 
     def make_ring(self, barriers) -> pipeline.PipelineAsync:
-        """Its pipeline, whose barriers are not yet visible to all threads."""
+        """Pipeline of the ring; its barriers are not yet visible to all threads."""
         rows, columns = self.tile
         return make_ring(barriers, self.stages, rows * columns * self.dtype.width // 8, self.arrivals)
 
@@ -63,11 +63,11 @@ class Operand:
 
 
 class Values(Operand):
-    """V as (Dv, tile_n), the B operand of P V. Tensor cores transpose 16-bit operands alone."""
+    """V as (Dv, tile_n), the B operand of P V. Tensor cores transpose only 16-bit operands."""
 
-    converters = 0  # warps of the producer warpgroup that convert what TMA has loaded
-    staging_bytes = staging_stages = 0  # of the ring that TMA fills then
-    registers = None  # per thread of (producer, consumers), where other than the kernel's own
+    converters = 0  # warps of the producer warpgroup that convert the loaded tiles
+    staging_bytes = staging_stages = 0  # of the ring that TMA fills if V is converted
+    registers = None  # per thread of (producer, consumers); None: the kernel's own
 
     def __init__(self, dtype, facts: FlashFacts, arrivals: Arrivals):
         tile = facts.head_dim_v, facts.config.tile_n
@@ -76,7 +76,7 @@ class Values(Operand):
 
     @property
     def rings(self) -> dict[str, Arrivals]:
-        """The arrivals at each of V's pipelines."""
+        """Arrivals at each of V's pipelines."""
         return {"V": self.arrivals}
 
     def view(self, mV: cute.Tensor) -> cute.Tensor:
@@ -84,24 +84,24 @@ class Values(Operand):
         return permuted(mV, (3, 2, 1, 0))
 
     def loads(self, storage, sV: cute.Tensor, pipe) -> tuple:
-        """What the producer warp fills: (ring, pipeline, stages)."""
+        """Destination of the producer warp's loads: (ring, pipeline, stages)."""
         return sV, pipe, self.stages
 
     def tiles(self, tma: cute.CopyAtom, sV: cute.Tensor, mV: cute.Tensor, tile, seqlen) -> tuple:
-        """The tiles of a query tile's head, for `load`."""
+        """Tiles of a query tile's head, for `load`."""
         tVsV, tVgV = self.partition(tma, sV, mV, (0, seqlen.k0))
         return tma, tVgV[None, 0, None, tile.h_kv, seqlen.b], tVsV
 
 
 def make_load(tensor: cute.Tensor, layout, tile: tuple) -> tuple:
-    """The TMA load of tiles into a ring with stages: (atom, tensor)."""
+    """TMA load of tiles into a ring with stages: (atom, tensor)."""
     return cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(), tensor, cute.slice_(layout, (None, None, 0)), tile
     )
 
 
 def make_ring(barriers, stages: int, tx_bytes: int, arrivals: Arrivals) -> pipeline.PipelineAsync:
-    """A pipeline whose stages receive `tx_bytes` by TMA; its barriers are not yet visible to all threads."""
+    """Pipeline whose stages receive `tx_bytes` by TMA; its barriers are not yet visible to all threads."""
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers.data_ptr(),
         num_stages=stages,
@@ -114,6 +114,6 @@ def make_ring(barriers, stages: int, tx_bytes: int, arrivals: Arrivals) -> pipel
 
 
 def permuted(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
-    """The tensor with its modes in another order."""
+    """The tensor with its modes permuted."""
     shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))

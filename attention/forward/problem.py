@@ -1,4 +1,4 @@
-"""What the forward kernels compute: dense or packed sequences, with a window or a block mask, on both paths."""
+"""Problems of the forward kernels: dense or packed sequences, with a window or a block mask, on both paths."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from .seqlen import DenseSeqlens, PackedSeqlens
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors with a batch, and who says which query tile is next, how long items are, and which tiles they visit."""
+    """Tensors with a batch mode, the tile scheduler, the sequence lengths, and the source of KV tiles."""
 
     mQ: cute.Tensor  # (B, H, Sq, D)
     mK: cute.Tensor  # (B, Hkv, Sk, D)
@@ -30,11 +30,11 @@ class Problem:
 def problem_of(
     facts: FlashFacts,
     tensors: tuple,  # Q, K, V, O, LSE or None: see the kernels' __call__
-    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
-    blocks: tuple | None,  # block_sparse.blocks_of; of a block mask
-    left: Int32 | None,  # bounds of the window; not of a block mask
+    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences, else None
+    blocks: tuple | None,  # block_sparse.blocks_of; None without a block mask
+    left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
-    offsets: tuple | None,  # (q_offset, k_offset); of FlashFacts.offsets
+    offsets: tuple | None,  # (q_offset, k_offset) with FlashFacts.offsets
 ) -> Problem:
     mQ, mK, *_ = tensors
     if facts.packed:
@@ -55,6 +55,6 @@ def problem_of(
 
 
 def one_item(tensor: cute.Tensor, modes: tuple) -> cute.Tensor:
-    """The tensor with a batch of one before its modes, in another order."""
+    """The tensor with its modes permuted and a batch mode of extent 1 in front."""
     shape, stride = (tuple(v[i] for i in modes) for v in (tensor.shape, tensor.stride))
     return cute.make_tensor(tensor.iterator, cute.make_layout((1, *shape), stride=(0, *stride)))

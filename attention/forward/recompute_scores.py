@@ -1,8 +1,8 @@
-"""One warp computes its scores a second time, after the softmax has overwritten those of the tensor cores.
+"""Recompute one warp's scores after the softmax has overwritten the WGMMA accumulators.
 
-A wgmma needs all four warps of a warpgroup, but maybe only one of them needs its scores again
-(OnlineSoftmax.step_without_max). So the warp multiplies its 16 rows by mma.sync. The accumulators of a 16 x 8 product
-of mma.sync lie in registers as those of 16 x 8 of a wgmma's product.
+A WGMMA needs all four warps of a warpgroup, but perhaps only one of them needs its scores again
+(OnlineSoftmax.step_without_max). So the warp multiplies its 16 rows by mma.sync. The accumulators of a 16 x 8 mma.sync
+are in the same registers as those of 16 x 8 of a WGMMA.
 """
 
 import cutlass
@@ -17,8 +17,8 @@ from cute_kernels.tile.ptx import read_special_register
 def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first: cutlass.Constexpr):
     """acc_S = Q K' of sixteen rows.
 
-    acc_S: ((2, 2, tile_n / 8), 1, 1), of a wgmma. sQ: (tile_m, D), of which warp `first` has the first 16 rows, and the
-    next warps the next. sK: (tile_n, D).
+    acc_S: ((2, 2, tile_n / 8), 1, 1), of a WGMMA. sQ: (tile_m, D); warp `first` has the first 16 rows, the next warps
+    the next ones. sK: (tile_n, D).
     """
     tile_n, head_dim = const_expr(cute.size(sK, mode=[0])), const_expr(cute.size(sK, mode=[1]))
     dtype, thread = sQ.element_type, read_special_register("tid.x")
@@ -32,7 +32,8 @@ def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first
     from_k = load_k.get_slice(lane).partition_S(sK)
     rQ, rK = cute.make_rmem_tensor((8, 1), dtype), cute.make_rmem_tensor((4, 2), dtype)
     to_q, to_k = (cute.make_tensor(t.iterator, cute.make_layout(((8, 1),))) for t in (rQ, rK))
-    # Sixteen columns at a time, rolled up: of all that may be in registers beside S, this is needed the least often.
+    # Sixteen columns at a time, not unrolled: of everything that may be in registers next to S, this is needed the
+    # least often.
     for n in range_constexpr(tile_n // 16):
         acc = cute.make_rmem_tensor((4, 1, 2), Float32)
         acc.fill(0.0)

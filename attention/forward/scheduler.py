@@ -1,4 +1,4 @@
-"""The order of query tiles: which tile has which number."""
+"""Schedulers: the order of query tiles."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class QueryTile:
-    """One tile of queries: number m of head h of item b; that head's keys and values are head h_kv of K and V."""
+    """One query tile: tile m of head h of batch index b; its keys and values are those of KV head h_kv."""
 
     m: Int32
     h: Int32
@@ -25,10 +25,10 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class QueryScheduler:
-    """All tiles of `l2_heads` heads, then those of the next ones; among them the last tiles of each head first.
+    """All tiles of `l2_heads` heads, then those of the next heads; within them the last tiles of each head first.
 
-    With a causal mask the last tiles are the longest. The short ones come at the end, where a CTA that is free takes
-    the next one, so that all are done at about the same time.
+    With a causal mask the last tiles are the longest (longest processing time first). The short ones come at the end,
+    where a free CTA takes the next one, so that all CTAs finish at about the same time.
     """
 
     tiles_m: Int32
@@ -39,10 +39,10 @@ class QueryScheduler:
 
     @staticmethod
     def of(facts, q_shape: tuple, k_shape: tuple) -> "QueryScheduler":
-        """For Q (B, H, Sq, D) and K (B, Hkv, Sk, D).
+        """Scheduler for Q (B, H, Sq, D) and K (B, Hkv, Sk, D).
 
-        l2_heads: as many heads as L2 has room for, if tiles differ in length. On the sm_80 path one, since there are
-        no registers to compute the tiles of more.
+        l2_heads: as many heads as fit in L2, if tiles differ in length. It is one on the sm_80 path, which has no
+        registers to decode more.
         """
         (batch, heads, rows, _), (_, heads_kv, cols, _) = q_shape, k_shape
         qhead_per_kvhead, l2_heads = heads // heads_kv, None
@@ -56,7 +56,7 @@ class QueryScheduler:
         return self.tiles_m * self.heads * self.batch
 
     def fields(self, index) -> tuple:
-        """m, h and b of tile number `index`, from which `of_fields` makes the tile without a division."""
+        """m, h and b of tile `index`, from which `of_fields` builds the tile without a division."""
         if self.l2_heads is None:
             m, head = self.tiles_m - 1 - index % self.tiles_m, index // self.tiles_m
         else:
@@ -76,21 +76,22 @@ class QueryScheduler:
 
 @dataclass(frozen=True)
 class PackedScheduler:
-    """Query tiles of packed sequences: head by head, in a head sequence by sequence, of each the last tiles first.
+    """Query tiles of packed sequences: head by head, within a head sequence by sequence, the last tiles of each first.
 
-    The host knows only how many tiles there are at most. A whole warp finds a tile's sequence by prefix sums over 32
-    sequences at a time. Each warp does so for itself, with the same result.
+    The host knows only an upper bound of the number of tiles. A whole warp finds a tile's sequence by prefix sums over
+    32 sequences at a time. Each warp does so for itself, with the same result.
     """
 
     seqlens: PackedSeqlens
     tile_m: cutlass.Constexpr[int]
-    tiles_m: Int32  # of a head, at most; the exact number in what `counted` gives
+    tiles_m: Int32  # upper bound per head; exact in the result of `counted`
     heads: Int32
     qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
 
     @staticmethod
     def at_most(seqlens: PackedSeqlens, tile_m: int, heads, qhead_per_kvhead) -> "PackedScheduler":
-        """With an upper bound of tiles: each sequence, and the rows after the last one, may end in a partial tile."""
+        """Scheduler with an upper bound of tiles: each sequence, and the rows after the last one, may end in a partial
+        tile."""
         tiles = seqlens.total_q // tile_m + seqlens.sequences
         return PackedScheduler(seqlens, tile_m, tiles, heads, qhead_per_kvhead)
 
@@ -99,7 +100,7 @@ class PackedScheduler:
         return self.tiles_m * self.heads
 
     def counted(self, ctas) -> "PackedScheduler":
-        """With the exact number of tiles, if there may be more than one for each CTA."""
+        """The scheduler with the exact number of tiles, if there may be more than one per CTA."""
         return replace(self, tiles_m=self.tiles_of_a_head(ctas))
 
     @cute.jit
@@ -111,7 +112,7 @@ class PackedScheduler:
         return tiles
 
     def fields(self, index) -> tuple:
-        """(tile, head, sequence); of an index past a head's last tile, an empty sequence. Whole warps call it."""
+        """(tile, head, sequence); an index past a head's last tile gives an empty sequence. Called by whole warps."""
         h = index // self.tiles_m
         b, m, _ = self.find(index - h * self.tiles_m)
         return m, h, b
@@ -125,7 +126,7 @@ class PackedScheduler:
 
     @cute.jit
     def find(self, wanted: Int32) -> tuple:
-        """(sequence, tile in it) of a head's tile number `wanted`, and how many tiles were counted until it was found.
+        """(sequence, tile in it) of a head's tile `wanted`, and the number of tiles counted until it was found.
 
         Past the last tile: the first empty sequence after all others, and the number of tiles.
         """

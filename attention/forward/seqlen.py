@@ -1,4 +1,4 @@
-"""Lengths of the sequences of a batch, where their rows of Q, K and V begin, and the positions of these rows."""
+"""Lengths of the sequences of a batch, the first rows of their Q, K and V, and the positions of these rows."""
 
 from dataclasses import dataclass, replace
 
@@ -12,36 +12,37 @@ from cute_kernels.traced.lower import Place
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """One item: its rows of Q and O from q0 on, and those of K and V from k0 on.
+    """One sequence: its rows of Q and O begin at q0, those of K and V at k0.
 
-    Columns before `begin`, of a batch that is padded on the left, are seen by no row; a window with a left bound counts
-    it in.
+    Columns before `begin`, in a left-padded batch, are masked for all rows; a window with a left bound includes this
+    bound.
     """
 
-    b: Int32 | int  # of the tensors' batch dimension
+    b: Int32 | int  # index in the tensors' batch mode
     rows: Int32
     cols: Int32
     q0: Int32 | int = 0
     k0: Int32 | int = 0
     begin: Int32 | int = 0
-    q_offset: Int32 | None = None  # position of row 0, and of column 0, where the call gives them
+    q_offset: Int32 | None = None  # position of row 0; k_offset: of column 0; None without offsets
     k_offset: Int32 | None = None
 
     @property
     def offset(self):
-        """From a row to the column at its position: without offsets the last row is at the last column's position."""
+        """Offset from a row to the column at its position; without offsets the last row is at the last column's
+        position."""
         return self.cols - self.rows if self.q_offset is None else self.q_offset - self.k_offset
 
     def q_position(self, row: Int32 | Place):
-        """Position of a row, as mask and score functions see it."""
-        return _moved(row, self.q_offset)
+        """Position of a row, as passed to mask and score functions."""
+        return _shifted(row, self.q_offset)
 
     def k_position(self, column: Int32 | Place):
-        """Position of a column, as mask and score functions see it."""
-        return _moved(column, self.k_offset)
+        """Position of a column, as passed to mask and score functions."""
+        return _shifted(column, self.k_offset)
 
 
-def _moved(index: Int32 | Place, offset: Int32 | None):
+def _shifted(index: Int32 | Place, offset: Int32 | None):
     if offset is None:
         return index
     return replace(index, base=index.base + offset) if isinstance(index, Place) else index + offset
@@ -49,7 +50,7 @@ def _moved(index: Int32 | Place, offset: Int32 | None):
 
 @dataclass(frozen=True)
 class DenseSeqlens:
-    """All items have the same number."""
+    """All sequences have the same length."""
 
     rows: Int32
     cols: Int32
@@ -62,11 +63,11 @@ class DenseSeqlens:
 
 @dataclass(frozen=True)
 class PackedSeqlens:
-    """Sequences one after another: sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and so K and V.
+    """Packed sequences: sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and cu_k[b] to cu_k[b + 1] of K and V.
 
-    Whatever the entries are, no sequence leaves the tensors: entries are clamped, and an end before its beginning is
-    moved to the beginning. The rows after the last sequence are sequence B, which has no keys, so its output is 0. From
-    B + 1 on sequences are empty.
+    No entries make a sequence leave the tensors: they are clamped, and an end before its beginning is moved to the
+    beginning. The rows after the last sequence are sequence B, which has no keys, so its output is 0. From B + 1 on
+    sequences are empty.
     """
 
     cu_q: cute.Tensor  # (B + 1,) int32

@@ -9,9 +9,8 @@ Dao 2023)
 A row that has seen no score yet has m = -inf. Its p and its factor are then computed with m = 0, so that -inf is never
 subtracted from -inf.
 
-Nothing asks m to be the largest x: with any other number O and l are divided by each other all the same, and LSE is
-right. Where p becomes an 8-bit float, m is smaller by `headroom`, so that the largest p is 2 ** headroom and small ones
-are not lost.
+The result does not require m to be the largest x: with any other value O and l have the same ratio, and LSE is right.
+For FP8 P, m is smaller by `headroom`, so that the largest p is 2 ** headroom and small ones do not underflow.
 """
 
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.tile.ptx import value_after
 
 LN2 = 0.6931471805599453
-LARGE = 2.0**15  # no p of 16 bits may be larger; fp16 ends at 65504
+LARGE = 2.0**15  # upper bound of a 16-bit p; the FP16 maximum is 65504
 
 
 def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
-    """An accumulator (2, 2, ..) of mma.sync or wgmma, re-viewed as (rows of this thread, columns of this thread)."""
+    """View of an accumulator (2, 2, ..) of mma.sync or wgmma as (rows of this thread, columns of this thread)."""
     columns = cute.size(acc) // (4 * tiles_m)
     return cute.make_tensor(
         acc.iterator, cute.make_layout(((2, tiles_m), (2, columns)), stride=((2, 4), (1, 4 * tiles_m)))
@@ -36,27 +35,27 @@ def rows_and_columns(acc: cute.Tensor, tiles_m: int = 1) -> cute.Tensor:
 
 
 def exp2(x: Float32) -> Float32:
-    """2 ** x by one instruction."""
+    """2 ** x in one instruction."""
     return cute.math.exp2(x, approx=True, ftz=True)
 
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """The largest x of the four threads that share a row."""
+    """Maximum of x over the four threads that share a row."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """The sum of x over the four threads that share a row."""
+    """Sum of x over the four threads that share a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, 1)
     return x + cute.arch.shuffle_sync_bfly(x, 2)
 
 
 @cute.jit
 def row_max_of(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
-    """The largest score of a row that this thread holds."""
+    """Largest score of a row among this thread's columns."""
     row_max = scores[r, 0]
     for c in range_constexpr(1, cute.size(scores, mode=[1])):
         row_max = cute.arch.fmax(row_max, scores[r, c])
@@ -65,18 +64,16 @@ def row_max_of(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Largest scores and sums of one thread's rows."""
+    """Running maxima and sums of one thread's rows."""
 
     scale_log2: Float32
     row_max: cute.Tensor  # (rows,)
-    row_sum: cute.Tensor  # (rows,), of this thread's columns only, until `finish`
-    factor: cute.Tensor  # (rows,), what the last step asks O to be multiplied by
-    adds_row_sums: cutlass.Constexpr[bool] = (
-        True  # whether `step` adds up `row_sum`, and not the product of P with ones
-    )
-    rescale_threshold: cutlass.Constexpr[float] = 0.0  # of `step_lazily`
-    headroom: cutlass.Constexpr[float] = 0.0  # p of a new maximum is 2 to this
-    largest_p: cutlass.Constexpr[float] = LARGE  # that P's dtype holds, or more than that needs
+    row_sum: cute.Tensor  # (rows,), over this thread's columns only, until `finish`
+    factor: cute.Tensor  # (rows,), rescale factor of O from the last step
+    adds_row_sums: cutlass.Constexpr[bool] = True  # True if `step` adds to `row_sum`; False: an MMA of P with ones does
+    rescale_threshold: cutlass.Constexpr[float] = 0.0  # see `step_lazily`
+    headroom: cutlass.Constexpr[float] = 0.0  # log2 of p at a new maximum
+    largest_p: cutlass.Constexpr[float] = LARGE  # upper bound of p in P's dtype
 
     @staticmethod
     def of_rows(
@@ -87,15 +84,15 @@ class OnlineSoftmax:
         headroom: float = 0.0,
         largest_p: float = LARGE,
     ) -> "OnlineSoftmax":
-        """With registers of its own; for use inside a kernel.
+        """A softmax with its own registers; for use inside a kernel.
 
-        row_sum: the sums of whole rows, where the kernel computes them itself, as if V had one more column, of ones.
+        row_sum: the sums of whole rows if the kernel computes them itself, as if V had an additional column of ones.
         """
         row_max, factor = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
         adds_row_sums = row_sum is None
         row_sum = cute.make_rmem_tensor(rows, Float32) if adds_row_sums else row_sum
-        more = rescale_threshold, headroom, largest_p
-        return OnlineSoftmax(scale_log2, row_max, row_sum, factor, adds_row_sums, *more)
+        limits = rescale_threshold, headroom, largest_p
+        return OnlineSoftmax(scale_log2, row_max, row_sum, factor, adds_row_sums, *limits)
 
     def clear(self):
         self.row_max.fill(-Float32.inf)
@@ -103,15 +100,16 @@ class OnlineSoftmax:
             self.row_sum.fill(0.0)
 
     def below(self, row_max: Float32) -> Float32:
-        """What is kept of a row's largest score: less than that, by the headroom."""
+        """The maximum to store for a row: its largest score minus the headroom."""
         if not self.headroom:
             return row_max
         return row_max - self.in_scores(self.headroom, row_max)
 
-    # Units: row_max is in those of scores here. TokensSoftmax, whose tiles differ in theirs, has other ones.
+    # Units: here row_max has the units of scores. In TokensSoftmax, whose tiles have different scales, it has others.
 
     def in_scores(self, powers: Float32 | float, row_max: Float32) -> Float32:
-        """Powers of 2 in row_max's units. Divided here, after `row_max`, and in no register all through the loop."""
+        """Powers of 2 in row_max's units. The division is here, after `row_max`, so that its result needs no register
+        in the loop."""
         return powers * cute.arch.rcp_approx(value_after(self.scale_log2, row_max))
 
     def to_kept(self, row_max: Float32) -> Float32:
@@ -119,24 +117,24 @@ class OnlineSoftmax:
         return row_max
 
     def score_scale(self) -> Float32:
-        """What a tile's scores are multiplied by."""
+        """Scale of a tile's scores."""
         return self.scale_log2
 
     def subtracted(self, scaled_max: Float32) -> Float32:
-        """What is subtracted from a tile's scaled scores."""
+        """Value to subtract from a tile's scaled scores."""
         return scaled_max
 
     def in_row_sum(self, row_sum: Float32) -> Float32:
-        """A tile's sum of p as what is added to a row's sum."""
+        """A tile's sum of p in the units of row_sum."""
         return row_sum
 
     def multiplied_sum(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
-        """A row's sum with a tile's sum of p, both in units of the maximum that was raised."""
+        """A row's sum plus a tile's sum of p, both rescaled to the raised maximum."""
         return (self.row_sum[r] + row_sum) * self.factor[r]
 
     @cute.jit
     def scaled_max(self, row_max: Float32) -> Float32:
-        """What is subtracted from a row's scaled scores: its scaled maximum, 0 where it has seen no score."""
+        """Value to subtract from a row's scaled scores: its scaled maximum, 0 if it has seen no score."""
         scaled_max = row_max * self.scale_log2
         if row_max == -Float32.inf:
             scaled_max = Float32(0.0)
@@ -144,11 +142,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def exponentials(self, scores: cute.Tensor, r: cutlass.Constexpr, scaled_max: Float32 | None) -> Float32:
-        """A row's scores to p. Returns their sum over this thread's columns, 0 where sums are not added up.
+        """Scores of a row to p. Returns their sum over this thread's columns, 0 if sums are not added up.
 
-        scaled_max: what is subtracted from the scaled scores; None where that has been done already.
+        scaled_max: the value to subtract from the scaled scores; None if it has been subtracted already.
         """
-        # The sum does not begin with that of earlier tiles: the compiler would put all maxima before all exponentials,
+        # The sum does not start from that of earlier tiles: the compiler would put all maxima before all exponentials,
         # and a dense kernel of head dimension 128 would take 12 % longer.
         row_sum = Float32(0.0)
         for c in range_constexpr(cute.size(scores, mode=[1])):
@@ -162,7 +160,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def step(self, scores: cute.Tensor):  # (rows, columns), replaced by p
-        """One tile of scores."""
+        """Process one tile of scores."""
         for r in range_constexpr(cute.size(self.row_sum)):
             row_max = self.to_kept(row_max_of(scores, r))
             row_max = cute.arch.fmax(self.row_max[r], self.below(quad_max(row_max)))
@@ -179,13 +177,14 @@ class OnlineSoftmax:
         scores: cute.Tensor,  # (rows, columns), replaced by p
         large: tuple | None = None,  # too_large
     ):
-        """A tile of scores after the first one. Returns whether O must be rescaled, the same in all threads of a warp.
+        """Process a tile of scores after the first one. Returns True if O must be rescaled, the same in all threads of
+        a warp.
 
-        A row's maximum stays what it was until a score is larger by more than rescale_threshold powers of 2. Until then
-        p is at most 2 ** (rescale_threshold + headroom), and O and the sums are divided by each other at the end
-        (FlashAttention-4, Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange no
-        maximum between threads; with a low one the p of a row's maximum is exact more often
-        (FlashFacts.rescale_threshold). Each row decides for itself.
+        A row's maximum does not change until a score is larger by more than rescale_threshold powers of 2. Until then p
+        is at most 2 ** (rescale_threshold + headroom); O and the sums have the same factor, which the final division
+        removes (FlashAttention-4, Dao et al. 2025). With a high threshold nearly all steps rescale nothing and exchange
+        no maximum between threads; with a low one the p of a row's maximum is exact more often
+        (FlashFacts.rescale_threshold). Each row is decided independently.
         """
         larger, threshold = cutlass.Boolean(False), self.rescale_threshold / self.scale_log2
         for r in range_constexpr(cute.size(self.row_sum)):
@@ -213,19 +212,19 @@ class OnlineSoftmax:
 
     @cute.jit
     def step_without_max(self, scores: cute.Tensor, row_by_row: cutlass.Constexpr):  # (rows, columns), replaced by p
-        """A tile of scores after the first one, without computing its row maxima.
+        """Process a tile of scores after the first one without computing its row maxima.
 
-        Returns whether that was possible, the same in all threads of a warp, and this thread's sums of the tile's p. If
+        Returns True if that was possible, the same in all threads of a warp, and this thread's sums of the tile's p. If
         it was not, the scores are lost, and nothing else has changed.
 
-        p is computed with the maximum of earlier tiles. If the sum of p is small, so is each p. So no score is compared
-        with others, and the first p can be computed as soon as its score is there. A row that has seen no score yet has
-        sums of inf or NaN.
+        p is computed with the maximum of earlier tiles. If the sum of p is small, so is each p. No score is compared
+        with others, and the first p can be computed as soon as its score is available. A row that has seen no score yet
+        has sums of inf or NaN.
 
-        row_by_row: whether to scale and subtract row by row, as if the second row's maximum came of the first row's
-            last result. The maximum is then read from the register file once, and not for each score. With two
-            warpgroups, whose products P V read P from registers at the same time, that is 5 % faster; with three it is
-            not. Needs sums that are added up.
+        row_by_row: True to scale and subtract row by row, with an artificial dependency of the second row's maximum on
+        the first row's last result. The maximum is then read from the register file once instead of once per score.
+        With two warpgroups, whose WGMMAs P V read P from registers at the same time, that is 5 % faster; with three it
+        is not. Requires adds_row_sums.
         """
         rows, columns = const_expr(cute.size(self.row_sum)), const_expr(cute.size(scores, mode=[1]))
         sums = []
@@ -245,17 +244,18 @@ class OnlineSoftmax:
             small = small & (sums[r] < self.largest_p)
         small = cute.arch.vote_all_sync(small)
         for r in range_constexpr(rows):
-            # Not in a branch, where ptxas adds the sums up once more to save their registers.
+            # Not in a branch, where ptxas recomputes the sums to save their registers.
             self.row_sum[r] = select_(small, self.row_sum[r] + self.in_row_sum(sums[r]), self.row_sum[r])
         return small, *sums
 
     def too_large(self, sums: list) -> tuple | None:
-        """Which rows' sums made `step_without_max` give up: `step_lazily` brings them back to their headroom.
+        """Rows whose sums made `step_without_max` fail: `step_lazily` brings them back to their headroom. None with a
+        16-bit P.
 
-        Of 8 bits the largest p and the largest sum are the same. A row whose first tile had few scores may have p that
-        are right and sums that are too large, in every tile; each tile's scores would be computed twice. With a new
-        maximum its p are at most 2 ** headroom, and their sums are small. Other rows of its warp stay as they are, so
-        that no row's bits depend on others. None of 16 bits, whose p have room.
+        For FP8 the bound of p and of the sum is the same. A row whose first tile had few scores may have p that are in
+        range and sums that are too large, in every tile; each tile's scores would be computed twice. With a new maximum
+        its p are at most 2 ** headroom, and their sums are small. Other rows of its warp are not changed, so that no
+        row's result depends on others. A 16-bit P has enough range.
         """
         if not self.headroom:
             return None
@@ -272,7 +272,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale_lazily(self, out: cute.Tensor):  # (rows, columns) of O
-        """The same, after `step_lazily`: skips the rows r of a warp where no factor differs from 1."""
+        """Rescale O after `step_lazily`: rows r are skipped in a warp where no factor differs from 1."""
         for r in range_constexpr(cute.size(self.row_sum)):
             if cute.arch.vote_any_sync(self.factor[r] != 1.0):
                 for c in range_constexpr(cute.size(out, mode=[1])):
@@ -284,17 +284,17 @@ class OnlineSoftmax:
         out: cute.Tensor,  # (rows, columns) of O
         lse: cute.Tensor,  # (rows,)
         sinks: cute.Tensor | None = None,  # (rows,), times log2(e)
-        scale: cute.Tensor | None = None,  # (1,), of V, what O is multiplied by besides
+        scale: cute.Tensor | None = None,  # (1,), dequantization scale of V, applied to O
     ):
         """Divide O by the sums and compute each row's LSE, the log of its sum; an empty row gets 0 and -inf.
 
-        A row's sink is one more term of its sum, without a value; so an empty row's LSE is its sink.
-        A score of NaN is never a row's maximum, but its p is NaN, and so is the sum: O and LSE become NaN.
+        A row's sink is one more term of its sum, without a value; so an empty row's LSE is its sink. A score of NaN is
+        never a row's maximum, but its p is NaN, and so is the sum: O and LSE become NaN.
         """
         for r in range_constexpr(cute.size(self.row_sum)):
             row_sum = quad_sum(self.row_sum[r]) if const_expr(self.adds_row_sums) else self.row_sum[r]
             if const_expr(sinks is not None):
-                row_max, row_sum, factor = self.join(r, row_sum, sinks[r])
+                row_max, row_sum, factor = self.with_sink(r, row_sum, sinks[r])
             inverse = cute.arch.rcp_approx(row_sum)
             if const_expr(sinks is not None):
                 inverse = inverse * factor
@@ -310,9 +310,9 @@ class OnlineSoftmax:
                 out[r, c] = out[r, c] * inverse
 
     @cute.jit
-    def join(self, r: cutlass.Constexpr, row_sum: Float32, sink: Float32) -> tuple:
-        """(scaled maximum, sum, what O is to be multiplied by) of a row with its sink, which may be far above all
-        scores: that would be a term of inf beside their maximum."""
+    def with_sink(self, r: cutlass.Constexpr, row_sum: Float32, sink: Float32) -> tuple:
+        """(scaled maximum, sum, rescale factor of O) of a row with its sink. The sink may exceed the maximum, which is
+        raised so that the sink's term does not overflow."""
         before = self.row_max[r] * self.scale_log2
         row_max = cute.arch.fmax(before, sink)
         if row_max == -Float32.inf:

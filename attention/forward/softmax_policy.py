@@ -1,11 +1,11 @@
-"""Softmax policies of sm_90 attention: what a step does with a row's maximum.
+"""Softmax policies of sm_90 attention: when row maxima are raised and O is rescaled.
 
-    ExactMax   every tile raises the maxima, and O is rescaled at every step; decoding
-    LazyMax    a maximum is raised, and O rescaled, only where it has grown by more than FlashFacts.rescale_threshold
-    SkipMax    the same; full tiles first try to do without their maxima, and recompute their scores where that fails
+    ExactMax   every tile raises the maxima, and O is rescaled at every step; decode
+    LazyMax    a maximum is raised, and O rescaled, only if it has grown by more than FlashFacts.rescale_threshold
+    SkipMax    as LazyMax; full tiles first try to skip their maxima, and recompute their scores if that fails
 
-`first` computes P of the first tile, `step` that of a later one, and `finish` brings O to the new maxima. The state is
-an OnlineSoftmax, which `make` creates.
+`first` computes P of the first tile, `step` that of a later one, and `finish` rescales O to the new maxima. The state
+is an OnlineSoftmax, which `make` creates.
 """
 
 import cutlass
@@ -29,7 +29,7 @@ class ExactMax:
         self.facts, self.softmax = facts, softmax
 
     def make(self, scale_log2: Float32) -> OnlineSoftmax:
-        """The softmax of a thread's two rows."""
+        """Softmax of a thread's two rows."""
         return self.softmax.of_rows(2, scale_log2)
 
     def skips(self, kind: cutlass.Constexpr) -> bool:
@@ -37,23 +37,24 @@ class ExactMax:
         return False
 
     def first(self, c, work: QueryWork):
-        """Scores of the first tile to P, the A operand of its product."""
+        """Scores of the first tile to P, the A operand of P V."""
         mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, 0, work.tiles.first)
         self.convert(c)
 
     def step(self, c, work: QueryWork, i: Int32, kind: cutlass.Constexpr):
-        """Scores of the i-th tile to P. Returns True where O must be rescaled."""
+        """Scores of the i-th tile to P. Returns True if O must be rescaled."""
         return mask_and_softmax(self.facts, rows_and_columns(c.acc_S), c.softmax, work, i, kind)
 
     def finish(self, c, grown, at_v):
-        """P to the A operand of the next product, and O to the new maxima; releases V's stage."""
+        """Convert P to the A operand of the next P V and rescale O to the new maxima; releases V's stage."""
         c.pipe_v.consumer_release(at_v)
         self.convert(c)
         c.softmax.rescale(rows_and_columns(c.acc_O))
 
     @cute.jit
     def convert(self, c):
-        """P to 16 bits. Eight values at a time: as one vector it kept so many registers that WGMMAs were serialised."""
+        """Convert P to 16 bits, eight values at a time: as one vector it held so many registers that WGMMAs were
+        serialized."""
         for i in range_constexpr(0, cute.size(c.acc_S), 8):
             part = cute.make_tensor(c.acc_S.iterator + i, cute.make_layout(8))
             to = cute.make_tensor(c.tOrP.iterator + i, cute.make_layout(8))
@@ -61,7 +62,7 @@ class ExactMax:
 
 
 class LazyMax(ExactMax):
-    """A maximum is raised only where it has grown by much."""
+    """A maximum is raised only if it has grown by more than the threshold."""
 
     def make(self, scale_log2: Float32) -> OnlineSoftmax:
         return self.softmax.of_rows(2, scale_log2, rescale_threshold=self.facts.rescale_threshold)
@@ -74,21 +75,21 @@ class LazyMax(ExactMax):
         self.convert(c)
         if grown:
             c.softmax.rescale_lazily(rows_and_columns(c.acc_O))
-        c.pipe_v.consumer_release(at_v)  # after what others wait for
+        c.pipe_v.consumer_release(at_v)  # last, since other warps wait for the code above
 
 
 class SkipMax(LazyMax):
-    """Full tiles first try to do without their maxima, where FlashFacts.skips_max."""
+    """Full tiles first try to skip their row maxima, if FlashFacts.skips_max."""
 
     def skips(self, kind: cutlass.Constexpr) -> bool:
         return self.facts.skips_max and kind == FULL
 
     @cute.jit
     def step_without_max(self, c, softcap: Float32, stage: Int32):
-        """Scores of a full tile to P, without their row maxima if possible. Returns True where O must be rescaled.
+        """Scores of a full tile to P, without their row maxima if possible. Returns True if O must be rescaled.
 
         K's stage is not yet released. Some warps of a warpgroup may have to recompute their scores and others not, so
-        nothing in between may concern the whole warpgroup: no wait for its products, and P V is still being computed.
+        nothing in between may involve the whole warpgroup: no wait for its WGMMAs, and P V is still in flight.
         """
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         if const_expr(self.facts.softcap):
@@ -99,7 +100,7 @@ class SkipMax(LazyMax):
         return grown
 
     def step_again(self, c, softcap: Float32, stage: Int32, sums: list):
-        """`step` of recomputed scores, where `sums` of P are too large."""
+        """`step` with recomputed scores, called if the `sums` of P are too large."""
         scores = rows_and_columns(c.acc_S)
         self.recompute(c, stage)
         if self.facts.softcap:
@@ -107,10 +108,10 @@ class SkipMax(LazyMax):
         return c.softmax.step_lazily(scores, c.softmax.too_large(sums))
 
     def recompute(self, c, stage: Int32):
-        """This warp's scores of a stage of K, once more."""
+        """Recompute this warp's scores of a stage of K."""
         recompute_scores(c.acc_S, c.sQ[None, None, 0], c.sK[None, None, stage], WARPGROUP // 32)
 
 
 def policy_of(facts: FlashFacts) -> LazyMax:
-    """The forward kernel's."""
+    """Softmax policy of the forward kernel."""
     return SkipMax(facts) if facts.skips_max else LazyMax(facts)

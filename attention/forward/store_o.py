@@ -1,6 +1,6 @@
-"""Stores O from the accumulators of mma.sync or wgmma to global memory, without shared memory.
+"""Store O from the accumulators of mma.sync or wgmma to global memory, without shared memory.
 
-Of every eight columns, each of the four threads of a quad holds two neighbours. The threads exchange them, so that each
+Each of the four threads of a quad holds two neighboring columns out of eight. The threads exchange them, so that each
 has all eight columns of every fourth group, sixteen bytes. A quad then stores 64 bytes of a row at once.
 """
 
@@ -12,7 +12,7 @@ from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.tile.element import BITS_16
 
-VECTOR = BITS_16.vector  # elements that one thread stores at once: a word of 32 bits is two neighbours
+VECTOR = BITS_16.vector  # elements that one thread stores at once: a 32-bit word is two neighboring elements
 
 
 @cute.jit
@@ -43,8 +43,8 @@ def exchange(words: list, lane: Int32) -> list:
 def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
     """Store an accumulator ((2, 2), tiles_m, Dv / 8) to mO (Sq, Dv), or ((g, Sq), Dv), whose columns are contiguous.
 
-    Its rows are `row`, `row` + 8, `row` + 16 and so on, 2 tiles_m of them. `rows`: how many mO has; others are not
-    stored.
+    Its rows are `row`, `row` + 8, `row` + 16 and so on, 2 tiles_m of them. Rows from `rows`, the extent of mO, on are
+    not stored.
     """
     lane = cute.arch.lane_idx()
     values = cute.make_rmem_tensor(cute.size(acc), mO.element_type)
@@ -68,7 +68,7 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
 
 @cute.jit
 def store_partial(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
-    """Store an accumulator ((2, 2), 1, Dv / 8) in fp32 to mO (Sq, Dv) or ((g, Sq), Dv): rows `row` and `row` + 8, below
+    """Store an FP32 accumulator ((2, 2), 1, Dv / 8) to mO (Sq, Dv) or ((g, Sq), Dv): rows `row` and `row` + 8, if below
     `rows`."""
     lane = cute.arch.lane_idx()
     values = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))  # (columns, rows, Dv / 8)

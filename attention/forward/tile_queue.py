@@ -1,22 +1,22 @@
-"""Tiles fetched from a counter: the CTA that is done first gets the next one."""
+"""Dynamic tile scheduling: CTAs fetch their next tile from an atomic counter."""
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32, pipeline, range_constexpr
 
-SLOTS = 2  # tiles that the producer may be ahead of the consumers
-FIELDS = 6  # of a slot: a number and up to five fields of the tile
+SLOTS = 2  # tiles by which the producer may be ahead of the consumers
+FIELDS = 6  # per slot: a tile index and up to five fields of the tile
 
 
 @dataclass(frozen=True)
 class TileQueue:
-    """Gives out the tiles after the first one of each CTA, in the order in which CTAs fetch them.
+    """Distributes the tiles after the first one of each CTA, in the order in which CTAs fetch them.
 
-    The producer warp fetches a number from a counter in global memory. It publishes the number to the consumers in
-    shared memory, with the tile's fields (`fields` of the scheduler), so that they do not wait for look-ups. Each tile
-    that is computed means one fetch, so there are as many fetches as tiles. The last one sets the counter back to 0
-    for the next launch. Which CTA gets a tile changes nothing in its result.
+    The producer warp fetches a tile index from a counter in global memory. It publishes the index to the consumers in
+    shared memory, with the tile's fields (`fields` of the scheduler), so that they do not wait for look-ups. Each
+    computed tile causes one fetch, so there are as many fetches as tiles. The last one resets the counter to 0 for the
+    next launch. A tile's result does not depend on the CTA that computes it.
     """
 
     pipe: pipeline.PipelineAsync
@@ -25,7 +25,7 @@ class TileQueue:
 
     @cute.jit
     def fetch(self, ctas: Int32) -> Int32:
-        """Fetch the next tile's number, to lane 0 of the producer warp. It arrives later; `fetched` waits for it."""
+        """Start fetching the next tile index, to lane 0 of the producer warp; `fetched` waits for it."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu") + ctas
@@ -33,7 +33,7 @@ class TileQueue:
 
     @cute.jit
     def fetched(self, number: Int32, count: Int32, ctas: Int32) -> Int32:
-        """The number in all lanes."""
+        """Return the fetched index in all lanes."""
         if cute.arch.lane_idx() == 0:
             if number == count - 1 + ctas:
                 self.counter[0] = Int32(0)
@@ -51,7 +51,7 @@ class TileQueue:
         self.pipe.producer_commit(state)
 
     def consume(self, count: int, state) -> tuple:
-        """(number, `count` fields) that the producer warp published; called by every thread of the consumers."""
+        """Return (index, `count` fields) published by the producer warp; called by every consumer thread."""
         self.pipe.consumer_wait(state)
         number, *fields = (cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in range(1 + count))
         self.pipe.consumer_release(state)

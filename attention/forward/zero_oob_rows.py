@@ -1,4 +1,4 @@
-"""Zeros in shared memory the rows of V past the end of a sequence, where those of the next sequence are.
+"""Zero the rows of V in shared memory past the end of a sequence, which belong to the next sequence.
 
 Their columns of P are 0, but 0 times Inf or NaN is NaN.
 """
@@ -13,16 +13,16 @@ VECTOR = 16  # bytes that one thread stores at once
 
 
 def lines_of(layout) -> tuple[int, int]:
-    """(bytes of a line, lines) of a stage of V's ring (Dv, tile_n, PIPE), of 16-bit elements.
+    """(bytes of a line, lines) of a stage of V's ring (Dv, tile_n, PIPE) with 16-bit elements.
 
-    A row of V is cut into pieces as wide as the swizzle. First come the first pieces of all rows, one below the other,
-    then their second pieces. A swizzle permutes 16-byte chunks within a line, so it does not matter to whole lines.
+    A row of V is split into pieces as wide as the swizzle. The first pieces of all rows come first, one line each, then
+    their second pieces. A swizzle permutes 16-byte chunks within a line, so it does not affect whole lines.
     """
     dim, rows, _ = (cute.size(layout, mode=[i]) for i in range(3))
     width = cute.crd2idx((0, 1, 0), layout)
     for piece in range(dim // width):
         if cute.crd2idx((piece * width, rows - 1, 0), layout) != ((piece + 1) * rows - 1) * width:
-            raise ValueError(f"V's rows are not in lines of {width} elements: {layout}")
+            raise ValueError(f"layout must store V's rows in lines of {width} elements, got {layout}")
     return width * 2, dim // width * rows
 
 
@@ -30,15 +30,15 @@ def lines_of(layout) -> tuple[int, int]:
 def zero_oob_rows(
     ring: Int32,  # address in shared memory
     layout: cutlass.Constexpr,  # of the ring (Dv, tile_n, PIPE), without its swizzle
-    index: Int32,  # of the tile in the ring
+    index: Int32,  # stage of the tile
     valid: Int32,  # rows of V to keep
     thread: Int32,
     threads: cutlass.Constexpr[int],
     barrier: Int32,  # a named barrier of these threads
 ):
-    """Zero the rows from `valid` on of a tile that has been loaded, before `threads` threads issue products with it.
+    """Zero the rows from `valid` on of a loaded tile, before `threads` threads issue WGMMAs with it.
 
-    Other warpgroups may do the same to the same tile, even while this one multiplies: they write the same zeros.
+    Other warpgroups may zero the same tile, even while this one multiplies: they write the same zeros.
     """
     width, lines = const_expr(lines_of(layout))
     rows = const_expr(cute.size(layout, mode=[1]))

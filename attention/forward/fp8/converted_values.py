@@ -1,8 +1,8 @@
-"""V of 8-bit floats as fp16, which holds all of their numbers: what runs before forward attention of them.
+"""Kernel that converts FP8 V to FP16, which represents all E4M3 values, before FP8 forward attention.
 
-    V (B, Hkv, Sk, Dv) e4m3 -> (B, Hkv, Sk, Dv) fp16, of any strides whose last is 1
+    V (B, Hkv, Sk, Dv) E4M3 -> (B, Hkv, Sk, Dv) FP16, any strides with a last stride of 1
 
-A thread loads eight values at a time, so that a warp's stores of 16 bytes are neighbours.
+A thread loads eight values at a time, so that a warp's 16-byte stores are neighbors.
 """
 
 import cuda.bindings.driver as cuda
@@ -18,7 +18,7 @@ from ..config import ValuesFacts
 
 THREADS = 256
 PIECE = 8  # values that a thread loads at once
-PIECES = 4  # that it loads before it stores any
+PIECES = 4  # pieces that it loads before its first store
 
 
 class ConvertValues:

@@ -1,6 +1,6 @@
-"""FP8 scores computed once more by one warp, after the softmax has overwritten those of the tensor cores.
+"""Recompute one warp's FP8 scores after the softmax has overwritten the WGMMA accumulators.
 
-Hopper has no FP8 mma.sync. So Q and K become FP16 in registers, which holds all numbers of e4m3.
+Hopper has no FP8 mma.sync. So Q and K are converted to FP16 in registers, which represents all E4M3 values.
 """
 
 import cutlass
@@ -18,8 +18,8 @@ def recompute_fp8_scores(facts: cutlass.Constexpr, acc_S: cute.Tensor, sQ: cute.
 
     sQ and sK are the rings (rows, D, PIPE).
 
-    ldmatrix sees two values as one. A lane gets values 4t to 4t + 3 of 16 in a register; as fp16 the first two and
-    the other two go to different registers. Sums over D do not ask which.
+    ldmatrix treats two FP8 values as one element. A lane gets values 4t to 4t + 3 of 16 in a register; after conversion
+    to FP16 the first two and the other two go to different registers. Sums over D do not depend on this order.
     """
     cfg, dim = facts.config, facts.head_dim
     sQ, sK = in_pairs(sQ, cfg.tile_m, dim, 1), in_pairs(sK, cfg.tile_n, dim, cfg.stages)
@@ -42,41 +42,41 @@ def recompute_fp8_scores(facts: cutlass.Constexpr, acc_S: cute.Tensor, sQ: cute.
         for k in cutlass.range(pairs // 16, unroll=1):
             cute.copy(load_q, from_q[None, 0, k], to_q)
             cute.copy(load_k, from_k[None, n, k], to_k)
-            for half in range_constexpr(2):  # of 16 values of D
+            for half in range_constexpr(2):  # 16 values of D each
                 cute.gemm(atom, acc, fragment_q(rQ, half, facts.dtype), fragment_k(rK, half, facts.dtype), acc)
         cute.make_tensor(acc_of(acc_S, n), acc.layout).store(acc.load())
 
 
 def in_pairs(smem: cute.Tensor, rows: int, head_dim: int, stages: int) -> cute.Tensor:
-    """A ring (rows, D, PIPE) as one of units of 16 bits, (rows, D / 2, PIPE): its lines and swizzles are the
-    same bytes."""
+    """A ring (rows, D, PIPE) viewed as 16-bit elements, (rows, D / 2, PIPE): its lines and swizzles are the same
+    bytes."""
     layout = smem_layout(Float16, rows, head_dim // 2, stages, True)
     return cute.make_tensor(cute.recast_ptr(smem.iterator, layout.inner, dtype=Float16), layout.outer)
 
 
 def fragment_q(pairs: cute.Tensor, half: int, dtype: str) -> cute.Tensor:
-    """(8, 1) of A: of the rows' first or second 16 values, by lane 4t to 4t + 3."""
+    """A fragment (8, 1): the first or second 16 values of the rows, 4t to 4t + 3 per lane."""
     words = cute.recast_tensor(pairs, Int32)
     rows = [float8_to_fp16(words[2 * half + r], dtype, False) for r in range(2)]
     return fragment((8, 1), [rows[0][0], rows[1][0], rows[0][1], rows[1][1]])
 
 
 def fragment_k(pairs: cute.Tensor, half: int, dtype: str) -> cute.Tensor:
-    """(4, 2) of B, the same of two times 8 columns."""
+    """B fragment (4, 2): the same for two times 8 columns."""
     words = cute.recast_tensor(pairs, Int32)
     columns = [float8_to_fp16(words[2 * n + half], dtype, False) for n in range(2)]
     return fragment((4, 2), [*columns[0], *columns[1]])
 
 
 def acc_of(acc_S: cute.Tensor, n: int):
-    """Where the n-th 16 columns of the accumulators begin."""
+    """Pointer to the n-th 16 columns of the accumulators."""
     return acc_S.iterator + 8 * n
 
 
 def fragment(shape: tuple, words: list) -> cute.Tensor:
-    """Registers of fp16, of these words."""
-    found = cute.make_rmem_tensor(shape, Float16)
-    as_words = cute.recast_tensor(found, Int32)
+    """FP16 registers with these 32-bit words."""
+    registers = cute.make_rmem_tensor(shape, Float16)
+    as_words = cute.recast_tensor(registers, Int32)
     for i, word in enumerate(words):
         as_words[i] = word
-    return found
+    return registers

@@ -1,8 +1,8 @@
 """Softmax policies of FP8 attention.
 
-P's rounding is the largest error of FP8 P: e4m3 has three bits of mantissa, and no number below 2 ** -9. See
-OnlineSoftmax.headroom for its range, and Float8Facts. The sums of a row are those of P before it is rounded: they cost
-nothing, and LSE errs by what the scores do.
+P's rounding is the largest error of FP8 P: E4M3 has three bits of mantissa, and nothing below 2 ** -9. See
+OnlineSoftmax.headroom for its range, and Float8Facts. Row sums are those of P before it is rounded: that costs nothing,
+and LSE is as accurate as the scores.
 """
 
 import cutlass
@@ -23,14 +23,14 @@ LARGEST = 448.0  # of e4m3
 
 
 class SkipMaxFp8(SkipMax):
-    """Scores of FP8 Q and K, P of 16 bits."""
+    """Scores of FP8 Q and K, 16-bit P."""
 
     def recompute(self, c, stage: Int32):
         recompute_fp8_scores(self.facts, c.acc_S, c.sQ, c.sK, stage)
 
 
 class SkipMaxFast(SkipMaxFp8):
-    """P of FP8, too. Finite sums that are too large need no scores: their P is multiplied."""
+    """FP8 P, too. Sums that are too large but finite need no recomputed scores: their P is rescaled."""
 
     def make(self, scale_log2: Float32) -> OnlineSoftmax:
         threshold = self.facts.rescale_threshold
@@ -41,7 +41,7 @@ class SkipMaxFast(SkipMaxFp8):
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         finite = (sums[0] < Float32.inf) & (sums[1] < Float32.inf)
         if cute.arch.vote_all_sync(finite):
-            bring_back(softmax, scores, sums)
+            rescale_to_headroom(softmax, scores, sums)
             grown = cutlass.Boolean(True)
         else:
             grown = SkipMaxFp8.step_again(self, c, softcap, stage, sums)
@@ -49,7 +49,7 @@ class SkipMaxFast(SkipMaxFp8):
 
     @cute.jit
     def convert(self, c):
-        """P to 8 bits: of each row four scores, two of each 8 columns, make a register."""
+        """Convert P to FP8: four scores of a row, two of each 8 columns, form a register."""
         acc_S, words = c.acc_S, cute.recast_tensor(c.tOrP, Int32)  # (rows, pairs of 8 columns)
         for i in range_constexpr(cute.size(acc_S) // 8):
             for r in range_constexpr(2):
@@ -57,12 +57,12 @@ class SkipMaxFast(SkipMaxFp8):
 
 
 @cute.jit
-def bring_back(softmax: OnlineSoftmax, scores: cute.Tensor, sums: list):  # (rows, columns) of P
-    """Rows that made `step_without_max` give up, with finite sums: their P is multiplied, so that the largest is
-    2 ** headroom, and their maxima raised.
+def rescale_to_headroom(softmax: OnlineSoftmax, scores: cute.Tensor, sums: list):  # (rows, columns) of P
+    """Rescale the P of rows that made `step_without_max` fail, if their sums are finite, so that the largest p is 2 **
+    headroom, and raise their maxima.
 
-    A row may have seen few scores, as the first rows of a causal mask have in their first tile, and then its maximum is
-    low. Each row decides for itself, as by OnlineSoftmax.too_large.
+    A row may have seen few scores, like the first rows of a causal mask in their first tile, and then its maximum is
+    low. Each row is decided independently, as in OnlineSoftmax.too_large.
     """
     for r, too_large in enumerate(softmax.too_large(sums)):
         largest = cute.math.log2(quad_max(row_max_of(scores, r)), approx=True, ftz=True)
@@ -76,5 +76,5 @@ def bring_back(softmax: OnlineSoftmax, scores: cute.Tensor, sums: list):  # (row
 
 
 def policy_of(facts: Float8Facts) -> SkipMaxFp8:
-    """The forward kernel's."""
+    """Softmax policy of the forward kernel."""
     return (SkipMaxFast if facts.fast else SkipMaxFp8)(facts, TokensSoftmax if facts.tokens else OnlineSoftmax)

@@ -1,15 +1,16 @@
-"""The online softmax of tiles that have scales of their own: those of blocks of tokens, of K and of V.
+"""The online softmax of KV tiles that have their own scales: one per block of tokens of K and of V.
 
 With s a tile's scale of scores (that of K's block times all others, and log2(e) / sqrt(D)) and w that of V's block, a
-score's x is s times the raw score, as elsewhere. V's scale is part of the exponent, so that O's sums need no scale:
+score's x is s times the raw score, as elsewhere. V's scale is part of the exponent, so that O's accumulator needs no
+scale:
 
     y = x + log2(w)    m' = max(m, max y)    p = 2^(y - m')    l' = l 2^(m - m') + (sum p) / w
 
-and O = (sum of p V) / l as without scales. m is kept in units of y: two tiles' raw scores cannot be compared. P is in
-the middle of its range where p w is largest, which is what O's error goes by.
+and O = (sum of p V) / l as without scales. m is stored in units of y: two tiles' raw scores cannot be compared. P is in
+the middle of its range where p w is largest, which determines O's error.
 
-For a tile that is a multiplication and an addition of each row's maximum, a subtraction and a multiplication of each
-row, a logarithm and a reciprocal. A score takes what it took.
+The cost per tile is a multiplication and an addition per row maximum, a subtraction and a multiplication per row, a
+logarithm and a reciprocal. The cost per score does not change.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,35 +26,36 @@ from ..softmax import OnlineSoftmax
 
 @dataclass(frozen=True)
 class TokensSoftmax(OnlineSoftmax):
-    """OnlineSoftmax with row_max in units of y; `scale_log2`, which row_max is multiplied by, is 1."""
+    """OnlineSoftmax with row_max in units of y; `scale_log2`, which multiplies row_max, is 1."""
 
-    tile_scale: Float32 | None = None  # what scores are multiplied by: of a tile, or before that of all tiles
-    shift: Float32 | None = None  # log2 of V's scale; None of a V without
-    inverse: Float32 | None = None  # of V's scale
-    k_scales: cute.Tensor | None = None  # (blocks,) of a query tile's item and head
+    tile_scale: Float32 | None = None  # scale of scores: of a tile, or until `load` the factor common to all tiles
+    shift: Float32 | None = None  # log2 of V's scale; None without one
+    inverse: Float32 | None = None  # reciprocal of V's scale
+    k_scales: cute.Tensor | None = None  # (blocks,) of a query tile's batch index and KV head
     v_scales: cute.Tensor | None = None
-    k_scale: Float32 | None = None  # of a tile's block
+    k_scale: Float32 | None = None  # of a tile's block; so is v_scale
     v_scale: Float32 | None = None
 
     @staticmethod
     def of_rows(rows: int, scale_log2: Float32, **terms) -> "TokensSoftmax":
-        """With registers of its own, as OnlineSoftmax.of_rows."""
+        """A softmax with its own registers, as OnlineSoftmax.of_rows."""
         plain = OnlineSoftmax.of_rows(rows, Float32(1.0), **terms)
         return TokensSoftmax(
             **{field.name: getattr(plain, field.name) for field in fields(plain)}, tile_scale=scale_log2
         )
 
     def times(self, factor: Float32) -> "TokensSoftmax":
-        """With scores that are multiplied by one more factor."""
+        """The softmax with scores multiplied by another factor."""
         return replace(self, tile_scale=self.tile_scale * factor)
 
     def loading(self, block: Int32) -> "TokensSoftmax":
-        """For a tile in this block of tokens, whose scales are being loaded."""
+        """The softmax for a tile in this block of tokens, whose scales are being loaded."""
         k, v = (None if scales is None else scales[block] for scales in (self.k_scales, self.v_scales))
         return replace(self, k_scale=k, v_scale=v)
 
     def loaded(self, score: Float32) -> "TokensSoftmax":
-        """The same, when one of the tile's scores is there; until then nothing waits for the scales."""
+        """The softmax with the loaded scales; they depend on one of the tile's scores, so that nothing waits for them
+        before."""
         k, v = (None if scale is None else value_after(scale, score) for scale in (self.k_scale, self.v_scale))
         if v is None:
             return replace(self, k_scale=k)
@@ -76,5 +78,5 @@ class TokensSoftmax(OnlineSoftmax):
         return row_sum if self.inverse is None else row_sum * self.inverse
 
     def multiplied_sum(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
-        """The tile's sum is multiplied before it is divided by w: it may be near the end of fp32."""
+        """Rescale the tile's sum before it is divided by w: it may be near FP32's maximum."""
         return self.row_sum[r] * self.factor[r] + self.in_row_sum(row_sum * self.factor[r])

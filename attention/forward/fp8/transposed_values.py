@@ -1,16 +1,16 @@
-"""V of 8-bit floats, transposed: what WGMMA of 8 bits takes as B of P V, contiguous along the keys.
+"""Kernel that transposes FP8 V: FP8 WGMMA requires the B operand of P V contiguous along the keys.
 
-    V (B, Hkv, Sk, Dv) -> (B, Hkv, tiles, Dv * tile): tiles of so many keys, each as it lies in shared memory
+    V (B, Hkv, Sk, Dv) -> (B, Hkv, tiles, Dv * tile): tiles of `tile` keys, each in shared memory's layout
 
-So the forward kernel loads a tile in one piece. By TMA it came in boxes as wide as the swizzle, 32 bytes where a tile
-has 96 or 160 keys, and a box takes TMA a time for each of its rows.
+So the forward kernel loads a tile with one bulk copy. A TMA tensor load would need boxes as wide as the swizzle, 32
+bytes for a tile of 96 or 160 keys, and TMA's time grows with the rows of its boxes.
 
-In each group of 16 columns the keys are in the order of KEYS (mainloop.py); those past the last one are zeros. Of
-packed sequences there is one item, and sequence b begins at `first_column`: with a tile, so that no tile has keys of
-two sequences.
+In each group of 16 columns the keys are in the order of KEYS (mainloop.py); those past the last one are zeros. Packed
+sequences have a batch of one, and sequence b begins at `first_column`, a tile boundary, so that no tile has keys of two
+sequences.
 
-A thread loads 4 neighbouring columns of V, a word, of 16 keys, and stores 16 keys of 4 columns. Of a warp eight lanes
-have 32 columns of a key, a sector of memory, and the four others 64 keys of a column, two sectors.
+A thread loads 4 neighboring columns of V, a word, of 16 keys, and stores 16 keys of 4 columns. Eight lanes of a warp
+cover 32 columns of a key, a sector of memory, and the warp's four groups of lanes 64 keys of a column, two sectors.
 """
 
 import cuda.bindings.driver as cuda
@@ -25,7 +25,7 @@ from cute_kernels.tile.ptx import load_vector, transpose_bytes
 from ..config import ValuesFacts
 from ..seqlen import PackedSeqlens
 
-GROUP = 16  # keys that are in another order
+GROUP = 16  # keys that are permuted
 KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))
 WORD = 4  # values that are loaded at once
 LANES = 8  # of a warp, side by side along Dv
@@ -33,25 +33,25 @@ KEYS_OF_CTA = 32 // LANES * GROUP
 
 
 def first_column(k0, sequence, tile: int):
-    """Where a packed sequence begins, whose first row is k0.
+    """First column of a packed sequence whose first row is k0.
 
-    The one before it has at most (k0 - its k0) // tile + 1 tiles, so none begins before another's end.
+    The sequence before it has at most (k0 - its k0) // tile + 1 tiles, so no sequence begins before the end of another.
     """
     return (k0 // tile + sequence) * tile
 
 
 def tiles_of(cols: int, tile: int, sequences: int = 0) -> int:
-    """How many tiles there are for so many keys; sequences: of packed ones."""
+    """Number of tiles for `cols` keys; sequences: number of packed sequences."""
     if sequences:
         return first_column(cols, sequences, tile) // tile + 1
     return -(-cols // tile)
 
 
 def place_of(column, d, head_dim: int, tile: int):
-    """Where 16 keys from `column` of a tile lie, of V's column d: bytes from the tile's begin in shared memory.
+    """Byte offset in a tile in shared memory of 16 keys from `column` of the tile, for V's column d.
 
-    smem_layout's order: lines as wide as the widest swizzle that the tile fills, each of all columns of V, in which
-    the numbers of 16 bytes are swizzled by those of 128.
+    smem_layout's order: lines as wide as the widest swizzle that the tile fills, with a line per column of V; within
+    them the index of a 16-byte chunk is swizzled by the index of its 128 bytes.
     """
     width = next(span for span in SWIZZLES if tile % span == 0)
     chunk = column % width // GROUP ^ d * width // 128 % (width // GROUP)
@@ -110,9 +110,9 @@ class TransposeValues:
 
     @cute.jit
     def keys_of(self, cu_k: cute.Tensor, column: Int32, total: Int32) -> tuple:
-        """(key of a column, one past its sequence's last): of the last sequence that begins at the column or before."""
+        """(key of a column, one past its sequence's last): of the last sequence that begins at or before the column."""
         seqlens, tile = PackedSeqlens(cu_k, cu_k, total, total), self.facts.tile
-        low, high = Int32(0), Int32(cu_k.shape[0] - 1)  # it is in [low, high)
+        low, high = Int32(0), Int32(cu_k.shape[0] - 1)  # the sequence is in [low, high)
         while high - low > 1:
             middle = (low + high) // 2
             begin, _ = seqlens.between(cu_k, middle, total)

@@ -15,17 +15,17 @@ from ..tile_queue import SLOTS
 from .transposed_values import first_column
 from .values_inside import CONVERTERS, Conversion, ValuesInside
 
-# Registers per thread of (producer, consumers) with warps that convert V, by consumer warpgroups and CTAs per SM.
+# Registers per thread of (producer, consumers) if producer warps convert V, by consumer warpgroups and CTAs per SM.
 REGISTERS = {(1, 2): (24, 232), (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 def values_of(facts: Float8Facts) -> type[Values]:
-    """The class of V's operand."""
+    """Class of V's operand."""
     return TransposedValues if facts.fast else ConvertedValues if facts.converts else Values
 
 
 class TransposedValues(Values):
-    """V as transposed_values stores it, in tiles as they lie in shared memory: bulk copies in place of TMA tensors."""
+    """V as stored by transposed_values, in tiles in shared memory's layout: bulk copies instead of TMA tensor loads."""
 
     def view(self, mV: cute.Tensor) -> cute.Tensor:
         return mV
@@ -50,7 +50,7 @@ class TransposedValues(Values):
 
 
 class ConvertedValues(Values):
-    """V of e4m3 that warps of the producer warpgroup convert to FP16: TMA fills a ring of its own (values_inside)."""
+    """E4M3 V that warps of the producer warpgroup convert to FP16: TMA fills a staging ring (values_inside)."""
 
     converters = CONVERTERS
     staging_stages = STAGING_STAGES
@@ -72,7 +72,7 @@ class ConvertedValues(Values):
         return make_ring(barriers, self.stages, 0, self.inside.arrivals["V"])
 
     def loads(self, storage, sV: cute.Tensor, pipe) -> tuple:
-        arrivals = self.inside.arrivals["V of 8 bits"]
+        arrivals = self.inside.arrivals["FP8 V"]
         pipe = make_ring(storage.barriers_staging, STAGING_STAGES, self.inside.size, arrivals)
         return self.inside.ring(storage), pipe, STAGING_STAGES
 
@@ -82,21 +82,21 @@ class ConvertedValues(Values):
 
         rings: (`loads`, V's pipeline).
         """
-        (_, pipe_given, _), pipe_made = rings
+        (_, pipe_in, _), pipe_out = rings
         conversion = Conversion(
             self.inside,
             cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1,
-            (storage.staging.data_ptr().toint(), pipe_given),
-            (storage.sV.data_ptr().toint(), pipe_made),
+            (storage.staging.data_ptr().toint(), pipe_in),
+            (storage.sV.data_ptr().toint(), pipe_out),
         )
-        at_given, at_made = conversion.states()
+        at_in, at_out = conversion.states()
         state_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
         index = read_special_register("ctaid.x")
         fields = scheduler.fields(index)
         while index < scheduler.count:
             tile = scheduler.of_fields(fields)
             tiles = source.for_tile(tile, seqlens.of(tile.b))
-            at_given, at_made = conversion.convert(tiles.count, at_given, at_made)
+            at_in, at_out = conversion.convert(tiles.count, at_in, at_out)
             if const_expr(self.facts.config.dynamic):
                 index, fields = queue.consume(len(fields), state_queue)
                 state_queue.advance()
