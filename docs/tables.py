@@ -1,7 +1,7 @@
-"""The tables of results in README.md and docs/performance.md, written from bench/results.
+"""Generate the tables of results in README.md and docs/performance.md from bench/results.
 
-python docs/tables.py            write them anew, between <!-- table: NAME --> and <!-- end -->
-python docs/tables.py --check    exit 1 if a table is not what the result files say
+python docs/tables.py            rewrite the tables between <!-- table: NAME --> and <!-- end -->
+python docs/tables.py --check    exit 1 if a table differs from the result files
 """
 
 import json
@@ -30,8 +30,8 @@ README_ROWS = {  # row of single.json -> label in the README
     ),
 }
 SUITES = "gemm", "block-sparse", "attention", "training", "attention-backward"
-LARGE_COPY = "copy bandwidth"  # its time is that of other bytes
-SECTIONS = {  # table -> (suite, pattern that a row's name begins with)
+LARGE_COPY = "copy bandwidth"  # its time is for another number of bytes
+SECTIONS = {  # table -> (suite, regular expression for the start of a row's name)
     "dense": ("gemm", r"gemm (?!.*sm_80)"),
     "dense sm_80": ("gemm", r"gemm .*sm_80"),
     "block-sparse": ("block-sparse", r"bsr_\w+ \d+x\d+, 0\.(125|216)(, sm_80 path)?$"),
@@ -61,8 +61,8 @@ def microseconds(us: float) -> str:
     return f"{us:.0f}" if us >= 1000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
 
 
-def cells(row: dict, name: str, asked: bool) -> list[str]:
-    """One row: ours, the peer it is held against, and the ratio of useful rates."""
+def cells(row: dict) -> list[str]:
+    """One row: ours, the peer, the ratio of useful rates, and the target."""
     ours, *peers = (t for t in row["timings"] if "median_us" in t)
     if row["against"] == "the fastest peer":
         peer = max(peers, key=lambda t: t["tflops"])
@@ -70,29 +70,28 @@ def cells(row: dict, name: str, asked: bool) -> list[str]:
         peer = next(t for t in peers if t["name"] == row["against"])
     tflops = f"{ours['tflops']:.0f}" if ours["tflops"] >= 20 else f"{ours['tflops']:.1f}"
     us = "" if peer["name"] == LARGE_COPY else microseconds(peer["median_us"])
-    beside = [peer["name"], us, f"{row['ratio']:.3f}"]
-    found = [name, microseconds(ours["median_us"]), tflops, *beside]
-    return found + ["" if row["asked"] is None else f"{row['asked']:g}"] if asked else found
+    target = "" if row["asked"] is None else f"{row['asked']:g}"
+    return [row["name"], microseconds(ours["median_us"]), tflops, peer["name"], us, f"{row['ratio']:.3f}", target]
 
 
 def results(suite: str, pattern: str) -> list[str]:
-    head = ["case", "µs", "TFLOP/s", "beside it", "µs", "ratio", "asked"]
-    return table(head, [cells(r, r["name"], True) for r in load(suite)["rows"] if re.match(pattern, r["name"])])
+    head = ["case", "µs", "TFLOP/s", "peer", "peer µs", "ratio", "target"]
+    return table(head, [cells(r) for r in load(suite)["rows"] if re.match(pattern, r["name"])])
 
 
 def both_times(row: dict, label: str) -> list[str]:
-    """Cells of a row of single.json: times and speed of single calls, then of the kernels alone."""
-    found = [label, row["peer"]]
+    """Cells of a row of single.json: times and speedup of single calls, then of the kernels alone."""
+    texts = [label, row["peer"]]
     for kind in ("single", "kernels"):
         ours, peer = row[kind]["ours"], row[kind][row["peer"]]
-        found += [microseconds(ours), microseconds(peer), f"{peer / ours:.2f}×"]
-    return found
+        texts += [microseconds(ours), microseconds(peer), f"{peer / ours:.2f}×"]
+    return texts
 
 
 def single(labels: dict[str, str] | None = None) -> list[str]:
-    """Single calls and kernels alone: all rows, or those of `labels`, in its order."""
+    """Single calls and kernels alone: all rows, or the rows in `labels`, in that order."""
     rows = {row["name"]: row for row in load("single")["rows"]}
-    head = ["call", "compared with", "µs", "its µs", "speed", "kernels alone, µs", "its µs", "speed"]
+    head = ["call", "peer", "µs", "peer µs", "speedup", "kernels alone, µs", "peer µs", "speedup"]
     return table(head, [both_times(rows[name], label) for name, label in (labels or {n: n for n in rows}).items()])
 
 
@@ -101,33 +100,33 @@ def readme() -> list[str]:
 
 
 def measured() -> list[str]:
-    found = []
+    rows = []
     for suite in SUITES:
         file = load(suite)
         env, top, rounds = file["environment"], file["ceilings"], file["rows"][0]["timings"][0]["rounds"]
         versions = f"driver {env['driver']}, torch {env['torch']}, DSL {env['nvidia-cutlass-dsl']}"
         limits = [f"{top[key]:.5g}" for key in ("copy_tbs", "l2_tbs", "tensor_tflops")]
-        found.append([suite, env["commit"], env["date"], env["card"], versions, str(rounds), *limits])
+        rows.append([suite, env["commit"], env["date"], env["card"], versions, str(rounds), *limits])
     head = ["suite", "commit", "date", "card", "versions", "rounds", "copy TB/s", "L2 TB/s", "WGMMA TFLOP/s"]
-    return table(head, found)
+    return table(head, rows)
 
 
-def missed() -> list[str]:
-    found = []
+def below_target() -> list[str]:
+    rows = []
     for suite in SUITES:
         file = load(suite)
         under = [r for r in file["rows"] if (r["asked"] or 0) > r["ratio"]]
-        found += [[suite, r["name"], f"{r['ratio']:.3f}", f"{r['asked']:.3g}"] for r in under]
+        rows += [[suite, r["name"], f"{r['ratio']:.3f}", f"{r['asked']:.3g}"] for r in under]
         for check in file.get("checks", ()):
             if not check["ok"]:
                 bound = "at most " if check["at_most"] else ""
-                found.append([suite, check["name"], f"{check['value']:.3f}", f"{bound}{check['asked']:g}"])
-    return table(["suite", "case", "measured", "asked"], found)
+                rows.append([suite, check["name"], f"{check['value']:.3f}", f"{bound}{check['asked']:g}"])
+    return table(["suite", "case", "measured", "target"], rows)
 
 
 def written(text: str) -> str:
-    """The document with every table as the result files have it."""
-    special = {"readme": readme, "single": single, "measured": measured, "missed": missed}
+    """Return the document with every table regenerated from the result files."""
+    special = {"readme": readme, "single": single, "measured": measured, "below target": below_target}
 
     def fill(match: re.Match) -> str:
         name = match[2]
@@ -140,7 +139,7 @@ def written(text: str) -> str:
 def main() -> int:
     stale = [path for path in DOCUMENTS if path.read_text() != written(path.read_text())]
     for path in stale:
-        print(f"{path.relative_to(ROOT)}: {'not what bench/results says' if '--check' in sys.argv else 'written'}")
+        print(f"{path.relative_to(ROOT)}: {'differs from bench/results' if '--check' in sys.argv else 'written'}")
         if "--check" not in sys.argv:
             path.write_text(written(path.read_text()))
     return int(bool(stale) and "--check" in sys.argv)
