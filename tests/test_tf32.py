@@ -350,9 +350,10 @@ def test_float32_without_a_precision_is_refused_by_kernels():
 def test_what_has_no_precision():
     x, W = numbers(128, 64), random_bsr((128, 64), (64, 64), density=1.0, dtype=FP32)
     groups = torch.zeros(2, dtype=torch.int32)
-    for op, args in ((bsr_gated_linear, (x, W)), (bsr_grouped_linear, (x, BsrMatrix.stack([W, W]), groups))):
+    stacked = BsrMatrix.stack([W, W])
+    for op, matrix, routing in ((bsr_gated_linear, W, {}), (bsr_grouped_linear, stacked, {"expert_ids": groups})):
         with pytest.raises(TypeError, match="torch.float32; the kernels multiply .*cast with .to"):
-            explain(op, *args, arch="sm_90")
+            explain(op, x, matrix, **routing, arch="sm_90")
     with pytest.raises(ValueError, match=r"transposed view of blocks of float32.*W.transpose\(\)"):
         explain(bsr_matmul, W.t(), x, arch="sm_90", precision="tf32")
     sparse = Sparse24.from_dense(cute_kernels.prune_2_4(numbers(64, 64).to(BF16)))
