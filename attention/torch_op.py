@@ -428,6 +428,6 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
     if form == "flex" and captured(lists[0]):
         return make(*lists)  # see kept.py
     key = form, *lengths, *blocksize, mask_mod is None
-    mask = kept.of_op_tensors(lists, key, make, watched=form != "lists")
+    mask = kept.of_op_tensors(lists, key, make, versioned=form != "lists")
     cache_of(mask)  # which both share
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

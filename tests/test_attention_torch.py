@@ -304,7 +304,7 @@ def test_export():
         ({"v": (2, 2, 199, 64)}, {}, "k has 200 rows and v 199"),
         ({"q": (2, 200, 64)}, {}, "must have 4 dimensions"),
         ({}, {"window_size": 5}, "window_size must be .left, right."),
-        ({}, {"window_size": (-2, 0)}, "left bound is -2"),
+        ({}, {"window_size": (-2, 0)}, "left bound must be at least 0, .*, got -2"),
         ({}, {"scale": -1.0}, "must be above 0"),
     ],
 )

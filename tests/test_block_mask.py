@@ -51,15 +51,18 @@ def raw(counts=((1, 2),), columns=(((0, 9), (0, 2)),), full=None, **options):
 
 
 WRONG = {
-    "count negative": ({"counts": ((1, -1),)}, r"kv_num_blocks\[0, 0, 1\] is -1; it must be in \[0, 2\]"),
-    "count too large": ({"counts": ((1, 3),)}, r"kv_num_blocks\[0, 0, 1\] is 3; it must be in \[0, 2\]"),
-    "column too large": ({"counts": ((2, 2),)}, r"kv_indices\[0, 0, 0, 1\] is 9; it must be in \[0, 3\)"),
-    "column negative": ({"columns": (((-1, 0), (0, 1)),)}, r"kv_indices\[0, 0, 0, 0\] is -1; it must be in"),
+    "count negative": ({"counts": ((1, -1),)}, r"kv_num_blocks\[0, 0, 1\] must be in \[0, 2\], got -1"),
+    "count too large": ({"counts": ((1, 3),)}, r"kv_num_blocks\[0, 0, 1\] must be in \[0, 2\], got 3"),
+    "column too large": ({"counts": ((2, 2),)}, r"kv_indices\[0, 0, 0, 1\] must be in \[0, 3\), got 9"),
+    "column negative": ({"columns": (((-1, 0), (0, 1)),)}, r"kv_indices\[0, 0, 0, 0\] must be in \[0, 3\), got -1"),
     "unsorted": ({"columns": (((0, 0), (2, 1)),)}, r"kv_indices\[0, 0, 1, 1\] is 1 after 2; .*sorted"),
-    "duplicate": ({"columns": (((0, 0), (1, 1)),)}, r"kv_indices\[0, 0, 1, 1\] is 1 after 1; .*without duplicates"),
+    "duplicate": ({"columns": (((0, 0), (1, 1)),)}, r"kv_indices\[0, 0, 1, 1\] is 1 after 1; .*unique"),
     "full unsorted": ({"full": (((2, 0),), (((1, 0), (1, 1)),))}, r"full_kv_indices\[0, 0, 0, 1\] is 0 after 1"),
-    "both": ({"full": (((0, 1),), (((1, 0), (0, 1)),))}, r"block 0 of row 1 \(item 0, head 0\) is both partial"),
-    "full past the end": ({"full": (((1, 0),), (((2, 0), (0, 1)),))}, "block 2 of row 0 .* goes past the last of 180"),
+    "both": ({"full": (((0, 1),), (((1, 0), (0, 1)),))}, r"block 0 of row 1 \(batch 0, head 0\) is both partial"),
+    "full past the end": (
+        {"full": (((1, 0),), (((2, 0), (0, 1)),))},
+        "block 2 of row 0 .* extends past the last of 180",
+    ),
 }
 
 
@@ -153,8 +156,8 @@ def test_from_bsr():
     five = BsrMatrix(single.crow_indices, single.col_indices, values, (5, 256, 384))
     assert torch.equal(BlockMask.from_bsr(five).tables()[1], block_pattern(single)[None, None])
     for wrong, more, error, text in (
-        (batch, {"heads": 4}, ValueError, "heads is 4, which does not divide the 6 patterns"),
-        (random_bsr((64, 128), (32, 64), per_row=1), {}, ValueError, "block_q is 32; blocks have sides of 64 or 128"),
+        (batch, {"heads": 4}, ValueError, "heads must divide the number of patterns, 6, got 4"),
+        (random_bsr((64, 128), (32, 64), per_row=1), {}, ValueError, "block_q must be 64 or 128, got 32"),
         ([], {}, TypeError, "must be a BsrMatrix or a torch.sparse_bsr tensor, got list"),
     ):
         with pytest.raises(error, match=text):
@@ -205,7 +208,7 @@ def test_flex_masks_made_by_hand():
     unsorted = flex(count, index.new_tensor([[[[1, 0], [1, 0]]]]), lengths=(128, 128))
     with pytest.raises(ValueError, match=r"kv_indices\[0, 0, 1, 1\] is 0 after 1"):
         BlockMask.from_flex(unsorted, check=True)
-    with pytest.raises(ValueError, match="block_q is 256"):
+    with pytest.raises(ValueError, match="block_q must be 64 or 128, got 256"):
         BlockMask.from_flex(create_flex_mask(by_head, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=256))
     with pytest.raises(TypeError, match="FlexAttention's BlockMask, got BlockMask"):
         BlockMask.from_flex(mask)

@@ -177,7 +177,7 @@ def test_arrivals():
 
 def test_what_does_not_convert():
     facts = INSIDE[0]
-    assert "a packed V's rows" in unsupported(replace(facts, packed=True))
+    assert "a packed V is not converted" in unsupported(replace(facts, packed=True))
     assert "bfloat16 V is not converted" in unsupported(replace(facts, given_v="bfloat16"))
     assert "with fast accumulation is not converted" in unsupported(replace(facts, fast=True))
     rows = torch.zeros(500, dtype=torch.int32)

@@ -134,7 +134,7 @@ def test_a_bool_tensor_for_several_lengths(conversions):
     for i in range(3 * kept.MOST_LENGTHS):
         kept.of_blocks(blocks, (N - i, N))
     assert len(derived.of_tensor(blocks).kept) == kept.MOST_LENGTHS
-    with pytest.raises(ValueError, match="blocks has shape .3, 3.; lengths .400, 384. need"):
+    with pytest.raises(ValueError, match="blocks must have shape .*, 4, 3. for lengths .400, 384., got .3, 3."):
         block_sparse_attention(*operands("cpu", 400, N), blocks)
 
 
@@ -185,7 +185,7 @@ def test_memory_that_is_used_again():
             mask.data = blocks.clone()
         assert right(call, mask, blocks)
     mask.data = torch.ones(4, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="blocks has shape"):
+    with pytest.raises(ValueError, match="blocks must have shape"):
         block_sparse_attention(*call, mask)
 
 

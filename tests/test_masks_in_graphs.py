@@ -102,7 +102,7 @@ def test_gradients(device, backend):
 def test_lists_that_cannot_be_checked():
     mask = patterns.causal(LENGTHS)
     make = torch.compile(lambda *lists: BlockMask(*lists, lengths=LENGTHS).lists(), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="build the mask outside of the compiled function, or with check=False"):
+    with pytest.raises(Exception, match="create the mask outside the compiled function, or pass check=False"):
         make(*mask.lists())
 
 

@@ -196,7 +196,7 @@ def test_errors():
     table = Table(100)
     with pytest.raises(IndexError, match="goes up to 163"):
         attention(q, k, v, score_mod=table.score_mod, q_offset=100)
-    with pytest.raises(ValueError, match="multiple of the blocks' side"):
+    with pytest.raises(ValueError, match="multiple of the block size"):
         mask.shard((32, 64), 32, 0)
 
 

@@ -1,7 +1,8 @@
-"""Lists of blocks, (..., Mq) counts and (..., Mq, width) ascending columns, and bool tables (..., Mq, Mk) of the same.
+"""Lists of blocks, (..., Mq) counts and (..., Mq, width) ascending columns, and the equivalent bool tables (..., Mq,
+Mk).
 
-Everything is computed on the tensors' device, and only `first_error` waits for it. masked_fill is used instead of
-torch.where with a number, which may copy that number from the host.
+Everything is computed on the tensors' device, and only `first_error` synchronizes. masked_fill replaces torch.where
+with a number, which may copy that number from the host.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from sparse_collective.checks import pair
 from .element_mask import call
 
 BLOCKS = (64, 128)
-MOST = 2**29  # rows or columns: positions and the bounds of windows are int32, and so are their sums
-CHUNK = 2**25  # elements of the score matrix that are computed at once
+MOST = 2**29  # rows or columns: positions, window bounds and their sums are int32
+CHUNK = 2**25  # elements of the score matrix computed at once
 
 
 def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The counts (..., Mq) and columns (..., Mq, Mk), both int32, of a bool table; the other columns come after."""
+    """The counts (..., Mq) and columns (..., Mq, Mk), both int32, of a bool table; unlisted columns follow the listed
+    ones."""
     cols = torch.arange(table.shape[-1], dtype=torch.int32, device=table.device)
-    before = table.cumsum(-1, dtype=torch.int32)  # listed columns up to this one, included
+    before = table.cumsum(-1, dtype=torch.int32)  # listed columns up to and including this one
     count = table.sum(-1, dtype=torch.int32)
-    # Each column's place: a permutation, so that what is written does not depend on the order of the writes.
+    # Each column's place: a permutation, so that the result does not depend on the order of the writes.
     place = torch.where(table, before - 1, count[..., None] + cols - before)
     index = torch.empty(table.shape, dtype=torch.int32, device=table.device)
     return count, index.scatter_(-1, place.long(), cols.expand_as(index))
@@ -39,22 +41,23 @@ def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
 
 
 def chunks(total: int, each: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of parts of range(total) of about CHUNK elements, where each number stands for `each` of them."""
+    """(begin, end) of parts of range(total) of about CHUNK elements, if each index stands for `each` elements."""
     step = max(1, CHUNK // max(each, 1))
     for begin in range(0, total, step):
         yield begin, min(begin + step, total)
 
 
 def block_rows(begin: int, end: int, block: int, length: int, device) -> Tensor:
-    """(end - begin, block) int32 elements of these blocks; past the length, the last one again, which is harmless."""
+    """(end - begin, block) int32 row indices of these blocks, clamped to the last row, which is harmless."""
     rows = torch.arange(begin * block, end * block, dtype=torch.int32, device=device)
     return rows.clamp(max=length - 1).view(-1, block)
 
 
 def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Tensor, Tensor]:
-    """(seen somewhere, seen everywhere), bool (B, H, Mq, Mk), of (B, H) = heads: computes the mask of every element.
+    """(any, all) over each block's elements, bool (B, H, Mq, Mk) with (B, H) = heads: evaluates the mask of every
+    element.
 
-    Blocks that go past the last column are not seen everywhere.
+    Blocks that extend past the last column are False in the second table.
     """
     (sq, sk), (block_q, block_k) = lengths, blocksize
     rows, cols = -(-sq // block_q), -(-sk // block_k)
@@ -75,9 +78,9 @@ def tables_of_mask_mod(mask_mod, heads, lengths, blocksize, device) -> tuple[Ten
 
 
 def tables_of_rows(begin, end, prefix, lengths, blocksize) -> tuple[Tensor, Tensor]:
-    """The same, (Mq, Mk), where row q sees the columns [begin[q], end[q]) and [0, prefix[q]), all within [0, Sk).
+    """The same tables, (Mq, Mk), if row q attends to columns [begin[q], end[q]) and [0, prefix[q]), all within [0, Sk).
 
-    Computes one number for each row and block, block_k times fewer than there are elements.
+    Computes one value per row and block, block_k times fewer than there are elements.
     """
     (sq, sk), (block_q, block_k) = lengths, blocksize
     rows, cols = -(-sq // block_q), -(-sk // block_k)
@@ -96,19 +99,19 @@ def tables_of_rows(begin, end, prefix, lengths, blocksize) -> tuple[Tensor, Tens
 
 
 def grid(lengths: Sequence[int], blocksize: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], int, int]:
-    """(Sq, Sk), (block_q, block_k), Mq and Mk, or a ValueError where they are unsupported."""
+    """(Sq, Sk), (block_q, block_k), Mq and Mk; raises ValueError for unsupported ones."""
     lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
     for name, side in zip(("block_q", "block_k"), blocksize, strict=True):
         if side not in BLOCKS:
-            raise ValueError(f"{name} is {side}; blocks have sides of 64 or 128")
+            raise ValueError(f"{name} must be 64 or 128, got {side}")
     for name, length in zip(("Sq", "Sk"), lengths, strict=True):
         if not 0 <= length <= MOST:
-            raise ValueError(f"{name} is {length}; it must be in [0, {MOST}]")
+            raise ValueError(f"{name} must be in [0, {MOST}], got {length}")
     return lengths, blocksize, *(-(-n // side) for n, side in zip(lengths, blocksize, strict=True))
 
 
 def band_tables(lengths, blocksize, left: int | None, right: int | None, device) -> tuple[Tensor, Tensor]:
-    """(seen somewhere, seen everywhere), bool (Mq, Mk), of columns from `left` before to `right` after the position."""
+    """(any, all) tables, bool (Mq, Mk), of columns from `left` before to `right` after the row's position."""
     sq, sk = lengths
     position = torch.arange(sk - sq, sk, dtype=torch.int32, device=device)  # (Sq,)
     begin = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
@@ -117,7 +120,7 @@ def band_tables(lengths, blocksize, left: int | None, right: int | None, device)
 
 
 def flags(mask) -> Tensor:
-    """Which errors a BlockMask's lists have, (5,) bool, in the order of first_error."""
+    """Errors of a BlockMask's lists, (5,) bool, in the order of first_error."""
     cols = mask.n_block_cols
     parts = [[], [], []]
     tables = []
@@ -137,28 +140,28 @@ def flags(mask) -> Tensor:
 
 
 def first_error(mask) -> str:
-    """The first error of a BlockMask's lists. Copies them to the host."""
+    """Message of the first error of a BlockMask's lists. Copies them to the host."""
     cols, tables = mask.n_block_cols, []
     for full in ("", "full_"):
         names = f"{full}kv_num_blocks", f"{full}kv_indices"
         count, index = (getattr(mask, name).cpu() for name in names)
         width = index.shape[-1]
         for b, h, r in ((count < 0) | (count > width)).nonzero()[:1].tolist():
-            return f"{names[0]}[{b}, {h}, {r}] is {count[b, h, r]}; it must be in [0, {width}]"
+            return f"{names[0]}[{b}, {h}, {r}] must be in [0, {width}], got {count[b, h, r]}"
         listed = torch.arange(width, device="cpu") < count[..., None]
         for b, h, r, i in (listed & ((index < 0) | (index >= cols))).nonzero()[:1].tolist():
-            return f"{names[1]}[{b}, {h}, {r}, {i}] is {index[b, h, r, i]}; it must be in [0, {cols})"
+            return f"{names[1]}[{b}, {h}, {r}, {i}] must be in [0, {cols}), got {index[b, h, r, i]}"
         for b, h, r, i in ((index[..., 1:] <= index[..., :-1]) & listed[..., 1:]).nonzero()[:1].tolist():
             place, value, after = f"{names[1]}[{b}, {h}, {r}, {i + 1}]", index[b, h, r, i + 1], index[b, h, r, i]
-            return f"{place} is {value} after {after}; blocks of a row must be sorted and without duplicates"
+            return f"{place} is {value} after {after}; the blocks of a row must be sorted and unique"
         tables.append(table_of(count, index, cols))
     partial, full = tables
     for b, h, r, c in (partial & full).nonzero()[:1].tolist():
-        return f"block {c} of row {r} (item {b}, head {h}) is both partial and full; list it once"
+        return f"block {c} of row {r} (batch {b}, head {h}) is both partial and full; list it once"
     if mask.lengths[1] % mask.blocksize[1]:
         for b, h, r in full[..., -1].nonzero()[:1].tolist():
             return (
-                f"block {cols - 1} of row {r} (item {b}, head {h}) is full but goes past the last of "
+                f"block {cols - 1} of row {r} (batch {b}, head {h}) is full but extends past the last of "
                 f"{mask.lengths[1]} columns; list it as partial"
             )
-    return "the lists were wrong when checked but have been written to since; they must not change"
+    return "the lists were invalid when checked but have been modified since; do not write to them"

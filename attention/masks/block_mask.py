@@ -1,9 +1,10 @@
-"""Block masks: which blocks of the score matrix attention computes, and which elements of those it sees.
+"""Block masks: the blocks of the score matrix that attention computes, and the unmasked elements of partial blocks.
 
-Scores (Sq, Sk) are cut into blocks of (block_q, block_k); Mq = ceil(Sq / block_q) rows of them, Mk = ceil(Sk / block_k)
-columns. Of each row of blocks there are two ascending lists: of full blocks every element is seen; of partial blocks
-mask_mod tells which, or, where that is None, all up to the last column. Blocks in neither list are not computed. The
-storage is that of torch's FlexAttention, so its masks are taken over without a copy. patterns.py makes the usual ones.
+Scores (Sq, Sk) are divided into blocks of (block_q, block_k): Mq = ceil(Sq / block_q) rows and Mk = ceil(Sk / block_k)
+columns of blocks. Each row of blocks has two ascending lists. Full blocks have no masked element; mask_mod masks the
+elements of partial blocks, or, if it is None, only columns past the last one are masked. Blocks in neither list are not
+computed. The storage is that of torch's FlexAttention, so its masks are used without a copy. patterns.py contains the
+usual masks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block
 
 
 class BlockLists(NamedTuple):
-    """The query blocks that need each KV block: counts (B, H, Mk) and indices (B, H, Mk, Mq), as in FlexAttention."""
+    """The query blocks of each KV block: counts (B, H, Mk) and indices (B, H, Mk, Mq), as in FlexAttention."""
 
     q_num_blocks: Tensor
     q_indices: Tensor
@@ -41,30 +42,31 @@ class BlockLists(NamedTuple):
 
 
 class BlockMask:
-    """Which blocks of (Sq, Sk) scores are computed, for each batch item and head or for all of them.
+    """The blocks of (Sq, Sk) scores to compute, per batch index and head or shared by all of them.
 
     Shares the tensors with the caller and never copies them. The attributes are read-only, and the tensors must not be
     written to.
 
     Args:
-        kv_num_blocks: (B, H, Mq) int32, the number of partial blocks in each row. B and H may be 1: then all batch
-            items, or all heads, have the same blocks.
+        kv_num_blocks: (B, H, Mq) int32, the number of partial blocks in each row. B and H may be 1, which broadcasts
+            over the batch or the heads.
         kv_indices: (B, H, Mq, width) int32, width at most Mk: their columns of blocks, strictly increasing. Entries
-            past the count may hold anything.
-        full_kv_num_blocks, full_kv_indices: the same of full blocks, with a width of its own; both None: there are
-            none. A block that goes past the last column must not be full; one that goes past the last row may be.
+            past the count are ignored.
+        full_kv_num_blocks, full_kv_indices: the same for full blocks, with their own width; both None: there are no
+            full blocks. A block that extends past the last column must not be full; one that extends past the last row
+            may be.
         lengths: (Sq, Sk).
         blocksize: (block_q, block_k), each 64 or 128.
-        mask_mod: which elements of partial blocks are seen: a function of (b, h, q, kv) that torch can trace, see
-            mask_mods.py and element_mask.py. None: all.
-        check: whether to look at the contents of the lists, which synchronises once. With False, lists that are wrong
-            make a kernel read memory that is not K's or V's.
+        mask_mod: the element mask of partial blocks: a function of (b, h, q, kv) that torch can trace, True where a
+            score is unmasked, see mask_mods.py and element_mask.py. None: no element is masked.
+        check: True to validate the contents of the lists, which synchronizes once. With False, invalid lists make a
+            kernel read memory outside K and V.
 
     Raises:
-        TypeError: an argument is not a strided int32 tensor, or mask_mod cannot be called.
+        TypeError: an argument is not a strided int32 tensor, or mask_mod is not callable.
         ValueError: a shape, stride, device, length or block is wrong, or, with check, an entry of the lists, which the
             message names.
-        RuntimeError: check is True while a CUDA graph is captured or torch.compile traces, which cannot synchronize.
+        RuntimeError: check is True during CUDA graph capture or in torch.compile's trace, which cannot synchronize.
     """
 
     kv_num_blocks: Tensor  # (B, H, Mq)
@@ -78,7 +80,7 @@ class BlockMask:
     heads: int  # H, may be 1
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
-    derived: Derived | None  # what kernels need to know of the mask, made when first needed
+    derived: Derived | None  # tensors that kernels derive from the mask, created on first use
     __slots__ = (*NAMES, "__weakref__")
 
     def __init__(
@@ -97,9 +99,12 @@ class BlockMask:
         if mask_mod is not None and not callable(mask_mod):
             raise TypeError(f"mask_mod must be a function of (b, h, q, kv) or None, got {type(mask_mod).__name__}")
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise ValueError("give both full_kv_num_blocks and full_kv_indices, or neither")
+            raise ValueError("full_kv_num_blocks and full_kv_indices must both be given or both be None")
         if full_kv_num_blocks is None and isinstance(kv_num_blocks, Tensor):
-            full_kv_num_blocks, full_kv_indices = torch.zeros_like(kv_num_blocks), kv_indices  # no entry is read
+            full_kv_num_blocks, full_kv_indices = (
+                torch.zeros_like(kv_num_blocks),
+                kv_indices,
+            )  # its entries are not read
         tables = dict(zip(TABLES, (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices), strict=True))
         for name, t in tables.items():
             if not is_strided(t) or t.dtype is not torch.int32:
@@ -108,14 +113,22 @@ class BlockMask:
             if t.dim() != (3 if name.endswith("num_blocks") else 4):
                 raise ValueError(f"{name} must be {kind}, got shape {tuple(t.shape)}")
             if t.device != kv_num_blocks.device:
-                raise ValueError(f"{name} is on {t.device}, kv_num_blocks on {kv_num_blocks.device}; move one")
+                raise ValueError(
+                    f"{name} must be on the device of kv_num_blocks, {kv_num_blocks.device}, got {t.device}; "
+                    f"call {name}.to({str(kv_num_blocks.device)!r})"
+                )
             if not t.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; pass {name}.contiguous()")
             if t.shape[:3] != (*kv_num_blocks.shape[:2], rows):
                 needed = (*kv_num_blocks.shape[:2], rows, *t.shape[3:])
-                raise ValueError(f"{name} has shape {tuple(t.shape)}; {lengths[0]} rows in {blocksize} need {needed}")
+                raise ValueError(
+                    f"{name} must have shape {needed} for {lengths[0]} rows in blocks of {blocksize}, "
+                    f"got {tuple(t.shape)}"
+                )
             if t.shape[3:] and t.shape[3] > cols:
-                raise ValueError(f"{name} has room for {t.shape[3]} blocks in a row, which has only {cols}")
+                raise ValueError(
+                    f"{name}'s last dimension must be at most {cols}, the blocks of a row, got {t.shape[3]}"
+                )
         if 0 in kv_num_blocks.shape[:2]:
             raise ValueError(f"B and H must be at least 1, got kv_num_blocks of shape {tuple(kv_num_blocks.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
@@ -129,27 +142,27 @@ class BlockMask:
             object.__setattr__(self, name, value)
 
     def with_mask_mod(self, mask_mod: MaskMod | None) -> BlockMask:
-        """The same blocks with another form of the same mask_mod; what was derived from this mask is shared."""
+        """The same blocks with an equivalent mask_mod; shares the tensors derived from this mask."""
         mask = object.__new__(type(self))
         mask._set(**{name: getattr(self, name) for name in NAMES})
         mask._set(mask_mod=mask_mod)
         return mask
 
     def _refuse(self, name: str, *_: object) -> None:
-        raise AttributeError(f"BlockMask.{name} is read-only; build a new mask, which copies no tensor")
+        raise AttributeError(f"BlockMask.{name} is read-only; create a new mask, which copies no tensor")
 
     __setattr__ = __delattr__ = _refuse
 
     def _check(self) -> None:
         if is_compiling():
             raise RuntimeError(
-                "torch.compile cannot trace the check of these lists, which synchronizes; build the mask outside of "
-                "the compiled function, or with check=False"
+                "torch.compile cannot trace check=True, which synchronizes; create the mask outside the compiled "
+                "function, or pass check=False"
             )
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph cannot capture the check of these lists, which synchronizes; build the mask before the "
-                "capture, or with check=False"
+                "a CUDA graph cannot capture check=True, which synchronizes; create the mask before the capture, or "
+                "pass check=False"
             )
         if any(block_lists.flags(self).tolist()):
             raise ValueError(block_lists.first_error(self))
@@ -172,20 +185,20 @@ class BlockMask:
         mask_mod: MaskMod | None = None,
         causal: bool = False,
     ) -> BlockMask:
-        """The mask that computes these blocks. Does not synchronise.
+        """Create the mask that computes these blocks. Does not synchronize.
 
         Args:
             blocks: (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) bool, True where a block is computed.
             blocksize: (block_q, block_k).
-            lengths: (Sq, Sk); all of the blocks where it is None.
-            partial: bool of a shape that broadcasts to that of `blocks`, True where mask_mod decides; in the other
-                blocks mask_mod must see everything, and is not asked. All blocks where it is None.
-            mask_mod: which elements of partial blocks are seen.
-            causal: sees no column after the row's position, row + Sk - Sq: leaves out the blocks past it and adds
-                those that it cuts to the partial ones.
+            lengths: (Sq, Sk); None: the extent of the blocks.
+            partial: bool, broadcastable to `blocks`, True for partial blocks, in which mask_mod is evaluated. mask_mod
+                must be True everywhere in the other blocks, where it is not evaluated. None: all blocks are partial.
+            mask_mod: the element mask of partial blocks.
+            causal: True to mask columns after the row's position, row + Sk - Sq: removes the blocks past it and makes
+                the blocks that it crosses partial.
 
         Raises:
-            TypeError: `blocks` or `partial` is no strided bool tensor.
+            TypeError: `blocks` or `partial` is not a strided bool tensor.
             ValueError: a shape, device, length or block is wrong, or `partial` is given without mask_mod.
         """
         for name, t in (("blocks", blocks), ("partial", partial)):
@@ -198,23 +211,29 @@ class BlockMask:
             lengths = tuple(n * side for n, side in zip(blocks.shape[-2:], blocksize, strict=True))
         (sq, sk), blocksize, rows, cols = grid(lengths, blocksize)
         if blocks.shape[-2:] != (rows, cols):
-            raise ValueError(f"blocks has shape {tuple(blocks.shape)}; lengths {(sq, sk)} need (..., {rows}, {cols})")
+            raise ValueError(
+                f"blocks must have shape (..., {rows}, {cols}) for lengths {(sq, sk)}, got {tuple(blocks.shape)}"
+            )
         if partial is not None:
             if mask_mod is None:
-                raise ValueError("partial is given without mask_mod, which would see everything; give both")
+                raise ValueError("partial requires mask_mod, the element mask of partial blocks; pass both")
             if partial.device != blocks.device:
-                raise ValueError(f"partial is on {partial.device}, blocks on {blocks.device}; move one")
+                raise ValueError(
+                    f"partial must be on the device of blocks, {blocks.device}, got {partial.device}; "
+                    f"call partial.to({str(blocks.device)!r})"
+                )
             try:
                 partial = partial.expand_as(blocks)
             except RuntimeError:
-                shapes = f"{tuple(partial.shape)} to {tuple(blocks.shape)}"
-                raise ValueError(f"partial must broadcast to blocks, not {shapes}") from None
-        # Without a bound, blocks that go past the last column are those not seen everywhere.
+                raise ValueError(
+                    f"partial must broadcast to the shape of blocks, {tuple(blocks.shape)}, got {tuple(partial.shape)}"
+                ) from None
+        # Without a bound, the blocks that extend past the last column are the ones that `every` excludes.
         some, every = band_tables((sq, sk), blocksize, None, 0 if causal else None, blocks.device)
-        decided = ~every if mask_mod is None else ~every | (True if partial is None else partial)
+        masked = ~every if mask_mod is None else ~every | (True if partial is None else partial)
         if causal:
             blocks, mask_mod = blocks & some, both(mask_mod, Band(None, 0, sk - sq))
-        return cls._of_tables(blocks & decided, blocks & ~decided, (sq, sk), blocksize, mask_mod)
+        return cls._of_tables(blocks & masked, blocks & ~masked, (sq, sk), blocksize, mask_mod)
 
     @classmethod
     def from_bsr(
@@ -226,21 +245,21 @@ class BlockMask:
         mask_mod: MaskMod | None = None,
         causal: bool = False,
     ) -> BlockMask:
-        """The mask that computes the stored blocks of a BsrMatrix or torch.sparse_bsr tensor; values do not matter.
+        """Create the mask that computes the stored blocks of a BsrMatrix or torch.sparse_bsr tensor; its values are
+        ignored.
 
-        Does not synchronise, and does not look at the contents of the indices, which must be right (see
-        BsrMatrix.check_indices).
+        Does not synchronize, and does not validate the contents of the indices (see BsrMatrix.check_indices).
 
         Args:
-            pattern: of blocks with sides of 64 or 128. Of a batch of L items with a pattern for each, item l is that of
-                head l % heads of batch item l // heads.
-            lengths: (Sq, Sk), which may end inside the last blocks; the matrix's extents where it is None.
-            heads: of a batch; L where it is None.
-            mask_mod, causal: as from_blocks has them.
+            pattern: the matrix, with blocks with sides of 64 or 128. In a batch of L patterns, pattern l belongs to
+                head l % heads of batch index l // heads.
+            lengths: (Sq, Sk), which may end inside the last blocks; None: the matrix's extents.
+            heads: number of heads of a batch; None: L.
+            mask_mod, causal: as for from_blocks.
 
         Raises:
             TypeError: `pattern` is neither.
-            ValueError: a side of its blocks is neither 64 nor 128, or lengths or heads do not fit.
+            ValueError: a side of its blocks is neither 64 nor 128, or lengths or heads do not match.
         """
         blocks, blocksize = convert.blocks_of_bsr(pattern, heads)
         return cls.from_blocks(blocks, blocksize, lengths=lengths, mask_mod=mask_mod, causal=causal)
@@ -249,49 +268,51 @@ class BlockMask:
     def from_elements(
         cls, seen: Tensor, blocksize: Sequence[int] = (128, 128), *, lengths: Sequence[int] | None = None
     ) -> BlockMask:
-        """The mask of a bool tensor with an entry for each score, True where it is seen. Does not synchronise.
+        """Create the mask of a bool tensor with an entry per score, True where it is unmasked. Does not synchronize.
 
-        Reads each entry once to find the blocks, and holds `seen`, of which kernels read the entries of partial blocks.
-        So `seen` must not be written to.
+        Reads each entry once to find the blocks, and holds `seen`, whose entries kernels read in partial blocks. So
+        `seen` must not be written to.
 
         Args:
-            seen: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk) bool, of any strides. Sq and Sk may be 1 for a mask that does
-                not depend on the row or the column; `lengths` says for how many.
-            lengths: (Sq, Sk); those of `seen` where it is None.
+            seen: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk) bool, any strides. Sq and Sk may be 1 for a mask that does not
+                depend on the row or the column; `lengths` then gives their number.
+            lengths: (Sq, Sk); None: those of `seen`.
 
         Raises:
-            TypeError: `seen` is no strided bool tensor.
-            ValueError: lengths or block sizes that BlockMask refuses, or `seen` does not have these lengths.
+            TypeError: `seen` is not a strided bool tensor.
+            ValueError: lengths or block sizes are unsupported, or `seen` does not have these lengths.
         """
         if not is_strided(seen) or seen.dtype is not torch.bool:
             raise TypeError(f"seen must be a strided bool tensor, got {describe(seen)}")
         if not 2 <= seen.dim() <= 4:
             raise ValueError(f"seen must be (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), got {tuple(seen.shape)}")
         lengths, blocksize, _, _ = grid(tuple(seen.shape[-2:]) if lengths is None else lengths, blocksize)
-        if any(have not in (1, want) for have, want in zip(seen.shape[-2:], lengths, strict=True)):
-            raise ValueError(f"seen has shape {tuple(seen.shape)}, which does not broadcast to (..., {lengths})")
+        if any(actual not in (1, expected) for actual, expected in zip(seen.shape[-2:], lengths, strict=True)):
+            raise ValueError(f"seen must broadcast to (..., {lengths[0]}, {lengths[1]}), got shape {tuple(seen.shape)}")
         partial, full, mask_mod = convert.of_elements(seen, lengths, blocksize)
         return cls._of_tables(partial, full, lengths, blocksize, mask_mod)
 
     @classmethod
     def from_flex(cls, mask: FlexBlockMask, *, check: bool = False) -> BlockMask:
-        """FlexAttention's mask: its lists, not copied where they are contiguous, and its mask_mod, None for noop_mask.
+        """Convert FlexAttention's mask: its lists, not copied if they are contiguous, and its mask_mod, None for
+        noop_mask.
 
-        Where Sk is no multiple of block_k, full blocks that go past the last column become partial ones, which copies;
-        create_block_mask makes none. Does not synchronise unless the lists are to be checked: those that were given to
+        If Sk is not a multiple of block_k, full blocks that extend past the last column become partial, which copies;
+        create_block_mask makes no such blocks. Does not synchronize unless check is True: lists passed to
         BlockMask.from_kv_blocks by hand may be unsorted.
 
         Raises:
-            TypeError: `mask` is no torch.nn.attention.flex_attention.BlockMask.
-            ValueError: a side of its blocks is neither 64 nor 128, or, with check, a list is wrong.
+            TypeError: `mask` is not a torch.nn.attention.flex_attention.BlockMask.
+            ValueError: a side of its blocks is neither 64 nor 128, or, with check, a list is invalid.
         """
         lists, facts = convert.lists_of_flex(mask)
         return cls(*lists, **facts, check=check)
 
     def with_causal(self) -> BlockMask:
-        """What this mask sees up to the row's position, row + Sk - Sq. Does not synchronise.
+        """The intersection of this mask with the causal mask up to the row's position, row + Sk - Sq. Does not
+        synchronize.
 
-        Full blocks that the diagonal cuts become partial, so that mask_mod must see all of full blocks.
+        Full blocks that the diagonal crosses become partial, so mask_mod must be True everywhere in full blocks.
         """
         partial, full = self.tables()
         options = {} if self.mask_mod is None else {"partial": partial, "mask_mod": self.mask_mod}
@@ -300,7 +321,7 @@ class BlockMask:
     def crop(self, lengths: Sequence[int]) -> BlockMask:
         """The upper left part, of the first Sq rows and Sk columns of lengths = (Sq, Sk), as FlexAttention's _adjust.
 
-        block_sparse_attention crops a mask that is as many rows as columns longer than q and k by itself.
+        block_sparse_attention crops a mask automatically if it is longer than q and k by as many rows as columns.
 
         Raises:
             ValueError: `lengths` is longer than the mask's.
@@ -308,25 +329,25 @@ class BlockMask:
         return block_slices.cropped(self, lengths)
 
     def shard(self, lengths: Sequence[int], q_offset: int = 0, k_offset: int = 0) -> BlockMask:
-        """The part of (Sq, Sk) = lengths that begins at row q_offset and column k_offset. Does not synchronise.
+        """The part of (Sq, Sk) = lengths that begins at row q_offset and column k_offset. Does not synchronize.
 
-        Its mask_mod still takes positions in the whole, so pass block_sparse_attention the same offsets:
+        Its mask_mod still takes positions in the whole mask, so pass block_sparse_attention the same offsets:
 
             part = mask.shard((Sq, Sk), q_offset, k_offset)
             out = block_sparse_attention(q, k, v, part, q_offset=q_offset, k_offset=k_offset)
 
         Raises:
-            ValueError: the part is not within the mask, or an offset is no multiple of the blocks' side.
+            ValueError: the part is not within the mask, or an offset is not a multiple of the block size.
         """
         return block_slices.sharded(self, lengths, q_offset, k_offset)
 
     def __getitem__(self, index: int | slice | Tensor | tuple) -> BlockMask:
-        """The part of some batch items, heads and rows of blocks, with all columns: mask[items, heads, rows].
+        """Select batch indices, heads and rows of blocks, with all columns: mask[batch, heads, rows].
 
         Each index is an int, a slice or an int32 or int64 tensor (n,), whose values are not checked on a GPU; an int
-        selects one, and no dimension is removed. mask_mod is called with the positions in the whole mask, where
-        FlexAttention leaves that to the user, and lengths are those of the selected rows: 128 i to 128 (i + 1) of
-        mask[:, :, i] at a block_q of 128. Kernels are compiled once for all values of an index.
+        selects one, and no dimension is removed. mask_mod is called with the positions in the whole mask, which
+        FlexAttention leaves to the user, and lengths are those of the selected rows: 128 i to 128 (i + 1) for mask[:,
+        :, i] with a block_q of 128. Kernels are compiled once for all values of an index.
 
         Example:
             >>> mask = patterns.causal((1024, 1024))
@@ -334,34 +355,34 @@ class BlockMask:
             (256, 1024)
 
         Raises:
-            TypeError, IndexError, ValueError: an index is of another type, out of range, or a slice with a negative
-                step; or a tensor selects rows of blocks of which the last is shorter.
+            TypeError, IndexError, ValueError: an index has an unsupported type, is out of range, or is a slice with a
+                negative step; or a tensor selects rows of blocks of which the last is shorter.
         """
         return block_slices.sliced(self, index)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Return the mask of what both see; lengths, blocksize and device are equal, B and H may be 1 in one."""
+        """Return the intersection; lengths, blocksize and device must be equal, B and H may be 1 in one mask."""
         return block_slices.intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Return the mask of what at least one sees; lengths, blocksize and device are equal, B and H may be 1 in one.
+        """Return the union; lengths, blocksize and device must be equal, B and H may be 1 in one mask.
 
-        Where only one mask lists a block, the mask_mod of the other must not count: unless both have the same mask_mod,
-        kernels read for each element of a partial block whether a mask lists its block.
+        In a block that only one mask lists, the mask_mod of the other must be ignored: unless both have the same
+        mask_mod, kernels read for each element of a partial block which masks list its block.
         """
         return block_slices.union(self, other) if isinstance(other, BlockMask) else NotImplemented
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronise."""
+        """(partial, full): two new bool (B, H, Mq, Mk), True where a block is listed. Does not synchronize."""
         partial = block_lists.table_of(self.kv_num_blocks, self.kv_indices, self.n_block_cols)
         return partial, block_lists.table_of(self.full_kv_num_blocks, self.full_kv_indices, self.n_block_cols)
 
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four tensors that hold it: kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices."""
+        """The four tensors of the mask: kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices."""
         return self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
 
     def transposed(self) -> BlockLists:
-        """For each column of blocks, which rows of blocks need it. Does not synchronise."""
+        """The transposed lists: the rows of blocks of each column of blocks. Does not synchronize."""
         partial, full = self.tables()
         return BlockLists(*block_lists.lists_of(partial.mT), *block_lists.lists_of(full.mT))
 
@@ -374,10 +395,10 @@ class BlockMask:
         q_offset: int = 0,
         k_offset: int = 0,
     ) -> Tensor:
-        """Which columns rows begin to end see: bool (B, H, end - begin, Sk).
+        """Dense mask of the rows from begin to end: bool (B, H, end - begin, Sk), True where a score is unmasked.
 
-        `batch` and `heads`, where given, are those of the scores, which a mask of one item or head is repeated for, and
-        mask_mod called with. q_offset and k_offset are the positions of the first row and column for mask_mod.
+        `batch` and `heads`, if given, are those of the scores: a mask with B or H of 1 is expanded to them, and
+        mask_mod is called with them. q_offset and k_offset are the positions of the first row and column for mask_mod.
         """
         batch, heads = batch or self.batch, heads or self.heads
         q = torch.arange(begin, end, dtype=torch.int32, device=self.device)
@@ -395,20 +416,20 @@ class BlockMask:
         return (partial | full).expand(batch, heads, -1, -1)
 
     def to_dense(self, batch: int | None = None, heads: int | None = None) -> Tensor:
-        """Which elements are seen: bool (B, H, Sq, Sk). Does not synchronise. See `elements` for the arguments."""
+        """Dense mask, bool (B, H, Sq, Sk). Does not synchronize. See `elements` for the arguments."""
         return self.elements(0, self.lengths[0], batch, heads)
 
     def block_density(self) -> float:
-        """Listed blocks over all blocks; 0.0 where there are none. Synchronises."""
+        """Fraction of blocks that are listed; 0.0 without blocks. Synchronizes."""
         blocks = self.kv_num_blocks.numel() * self.n_block_cols
         return (self.kv_num_blocks.sum() + self.full_kv_num_blocks.sum()).item() / max(blocks, 1)
 
     def to_flex(self) -> FlexBlockMask:
-        """The same as a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
+        """Convert to a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""
         return convert.to_flex(self)
 
     def to(self, device: torch.device | str | int) -> BlockMask:
-        """This mask on another device, with the tensors of a mask_mod of mask_mods.py; self where nothing moves."""
+        """This mask on another device, with the tensors of a mask_mod of mask_mods.py; self if nothing moves."""
         old = self.lists()
         new, mask_mod = [t.to(device) for t in old], moved(self.mask_mod, device)
         if mask_mod is self.mask_mod and all(a is b for a, b in zip(old, new, strict=True)):
@@ -417,7 +438,7 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors are."""
+        """Device of all tensors."""
         return self.kv_num_blocks.device
 
     def __repr__(self) -> str:
@@ -439,19 +460,19 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | Sequence[int] = 128,
 ) -> BlockMask:
-    """Return the mask of all elements that mask_mod sees, as FlexAttention's function of this name does.
+    """Return the mask of all elements for which mask_mod is True, like FlexAttention's function of this name.
 
     Calls mask_mod for every element, in chunks that bound the memory. Does not synchronize, unless mask_mod does.
 
     Args:
         mask_mod: a function of (b, h, q, kv), see BlockMask.
-        B, H: the numbers of batch items and heads; None if mask_mod does not depend on them.
+        B, H: batch size and number of heads; None if mask_mod does not depend on them.
         Q_LEN, KV_LEN: the numbers of queries and keys.
         device: the device of the mask, torch's default device if None. FlexAttention's default is the accelerator.
         BLOCK_SIZE: the side of a block or (block_q, block_k), each 64 or 128.
 
     Raises:
-        TypeError: mask_mod cannot be called, or returns something other than a bool tensor.
+        TypeError: mask_mod is not callable, or returns something other than a bool tensor.
         ValueError: a length, a block size, B or H is wrong.
 
     Example:
@@ -479,4 +500,4 @@ def _rebuild(*parts) -> BlockMask:
     *lists, lengths, blocksize, mask_mod = parts
     return BlockMask(
         *lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod
-    )  # a file may hold wrong lists, so they are checked
+    )  # a file may contain invalid lists, so they are checked

@@ -1,6 +1,6 @@
-"""Parts, intersections and unions of block masks: BlockMask.crop, mask[...], mask & other and mask | other.
+"""Slices, intersections and unions of block masks: BlockMask.crop, mask[...], mask & other and mask | other.
 
-Nothing synchronizes.
+No function synchronizes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .block_lists import grid
 from .element_mask import check_extents, element_mask
 from .mask_mods import InBlocks, Or, Sliced, both
 
-DIMENSIONS = ("batch item", "head", "row of blocks")
+DIMENSIONS = ("batch index", "head", "row of blocks")
 
 
 def cropped(mask, lengths):
     """See BlockMask.crop."""
     lengths, blocksize, rows, cols = grid(lengths, mask.blocksize)
     if lengths[0] > mask.lengths[0] or lengths[1] > mask.lengths[1]:
-        raise ValueError(f"lengths is {lengths}; a mask of lengths {mask.lengths} can only be cropped to shorter ones")
+        raise ValueError(f"lengths must be at most the mask's lengths, {mask.lengths}, got {lengths}")
     return _part(mask, lengths, (0, 0), (rows, cols))
 
 
@@ -35,7 +35,7 @@ def sharded(mask, lengths, *offsets):
         ("q_offset", "k_offset"), offsets, blocksize, lengths, mask.lengths, strict=True
     ):
         if offset % side:
-            raise ValueError(f"{name} must be a multiple of the blocks' side, {side}, got {offset}")
+            raise ValueError(f"{name} must be a multiple of the block size, {side}, got {offset}")
         if not 0 <= offset <= whole - length:
             raise ValueError(
                 f"{name} must be in [0, {whole - length}] for a part of {length} of a mask of lengths {mask.lengths}, "
@@ -46,7 +46,7 @@ def sharded(mask, lengths, *offsets):
 
 
 def _part(mask, lengths, first: tuple[int, int], blocks: tuple[int, int]):
-    """So many rows and columns of blocks from `first` on, up to `lengths` elements."""
+    """`blocks` rows and columns of blocks from `first` on, up to `lengths` elements."""
     (row, col), (rows, cols) = first, blocks
     partial, full = (t[..., row : row + rows, col : col + cols] for t in mask.tables())
     inside = torch.arange(1, cols + 1, device=mask.device) * mask.blocksize[1] <= lengths[1]
@@ -73,7 +73,7 @@ def union(mask, other):
 
 
 def _within(mask, listed: Tensor) -> InBlocks:
-    """The elements that a mask sees, False in blocks that it does not list."""
+    """The elements of a mask, False in blocks that it does not list."""
     return InBlocks(mask.mask_mod, listed, mask.batch > 1, mask.heads > 1, *mask.blocksize)
 
 
@@ -97,7 +97,7 @@ def sliced(mask, index):
     if len(index) > 3:
         raise IndexError(f"a BlockMask has dimensions (B, H, Mq), got {len(index)} indices")
     sizes = mask.batch, mask.heads, mask.n_block_rows
-    where = [_positions(*each, mask.device) for each in zip(index, sizes, DIMENSIONS[: len(index)], strict=False)]
+    where = [_positions(*args, mask.device) for args in zip(index, sizes, DIMENSIONS[: len(index)], strict=False)]
     where += [None] * (3 - len(where))
     if all(positions is None for positions in where):
         return mask
@@ -113,15 +113,15 @@ def sliced(mask, index):
         if mask.lengths[0] % block_q:
             if isinstance(part, Tensor):
                 raise ValueError(
-                    f"rows of blocks cannot be selected by a tensor from a mask of {mask.lengths[0]} rows, no multiple "
-                    f"of {block_q}, since the last block is shorter; use an int or a slice"
+                    f"rows of blocks can be selected by a tensor only if the mask's rows are a multiple of {block_q}, "
+                    f"got {mask.lengths[0]} rows; use an int or a slice"
                 )
             last = range(sizes[2])[part] if isinstance(part, slice) else (range(sizes[2])[part],)
             if len(last) > 0 and last[-1] == sizes[2] - 1:
                 length -= -mask.lengths[0] % block_q
     mask_mod = mask.mask_mod
     if mask_mod is not None:
-        if not is_compiling():  # afterwards tensors are indexed by what Sliced reads, which is not checked
+        if not is_compiling():  # once sliced, the indices come from tensors and cannot be checked
             check_extents(*element_mask(mask_mod, mask.device), *sizes[:2], mask.lengths)
         places = [None if positions is None else positions.to(torch.int32) for positions in where]
         one = [positions is not None and len(positions) == 1 for positions in where[:2]]
@@ -131,21 +131,23 @@ def sliced(mask, index):
 
 
 def _clamped(at: int | None, size: int, default: int) -> int:
-    """The bound of a slice as a number from 0 to size."""
+    """Bound of a slice as a number from 0 to size."""
     if at is None:
         return default
     return max(at + size, 0) if at < 0 else min(at, size)
 
 
 def _positions(part, size: int, what: str, device: torch.device) -> Tensor | None:
-    """The selected numbers among `size`, int64 (n,); None for all of them."""
+    """Selected indices among `size`, int64 (n,); None for all of them."""
     if isinstance(part, Tensor):
         if not is_strided(part) or part.dtype not in (torch.int32, torch.int64) or part.dim() > 1:
             raise TypeError(
                 f"a tensor that selects a {what} must be int32 or int64 of shape (n,), got {describe(part)}"
             )
         if part.device != device:
-            raise ValueError(f"the index of a {what} is on {part.device}, the mask on {device}; move it with .to()")
+            raise ValueError(
+                f"the index of a {what} must be on the mask's device, {device}, got {part.device}; move it with .to()"
+            )
         return part.reshape(-1).long()
     if isinstance(part, slice):
         step = 1 if part.step is None else part.step
@@ -163,7 +165,7 @@ def _positions(part, size: int, what: str, device: torch.device) -> Tensor | Non
             f"the index of a {what} must be an int, a slice or an integer tensor, got {type(part).__name__}"
         ) from None
     if not -size <= number < size:
-        serves = ", which serves all," if size == 1 and what != DIMENSIONS[2] else ""
-        raise IndexError(f"{what} {number} of a mask with {size}{serves} does not exist")
+        broadcasts = ", which broadcasts" if size == 1 and what != DIMENSIONS[2] else ""
+        raise IndexError(f"{what} must be in [{-size}, {size}) for a mask with {size}{broadcasts}, got {number}")
     number %= size
     return None if size == 1 else torch.arange(number, number + 1, device=device)

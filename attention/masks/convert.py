@@ -1,4 +1,4 @@
-"""Conversions of other formats to BlockMask, and back. Nothing here waits for the device."""
+"""Conversions of other formats to BlockMask, and back. No function synchronizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .mask_mods import Elements
 
 
 def blocks_of_bsr(pattern: BsrMatrix | Tensor, heads: int | None) -> tuple[Tensor, tuple[int, int]]:
-    """Which blocks are stored, bool (B, heads, Mq, Mk), and their blocksize; see BlockMask.from_bsr."""
+    """Table of the stored blocks, bool (B, heads, Mq, Mk), and their blocksize; see BlockMask.from_bsr."""
     if isinstance(pattern, BsrMatrix):
         crow, col, blocksize = pattern.crow_indices, pattern.col_indices, pattern.blocksize
     elif isinstance(pattern, Tensor) and pattern.layout is torch.sparse_bsr:
-        crow, col = pattern.crow_indices(), pattern.col_indices()  # (rows + 1,), (nnz,); with (L, ...) of a batch
+        crow, col = pattern.crow_indices(), pattern.col_indices()  # (rows + 1,), (nnz,); in a batch (L, ...)
         if crow.dim() > 2:
             raise ValueError(f"pattern must have at most one batch dimension, got shape {tuple(pattern.shape)}")
         blocksize = tuple(pattern.values().shape[crow.dim() : crow.dim() + 2])
@@ -29,10 +29,10 @@ def blocks_of_bsr(pattern: BsrMatrix | Tensor, heads: int | None) -> tuple[Tenso
 
 
 def blocks_of_indices(crow: Tensor, col: Tensor, shape, blocksize, heads: int | None) -> tuple:
-    """The same of (rows + 1,) crow_indices and (nnz,) col_indices of matrices of (Sq, Sk) = shape.
+    """The same from (rows + 1,) crow_indices and (nnz,) col_indices of matrices of (Sq, Sk) = shape.
 
-    Of a batch with a pattern for each item, (L, rows + 1) crow_indices, which may begin at 0 in each item or go on, and
-    the columns of all items.
+    With a batch of patterns: (L, rows + 1) crow_indices, which may restart at 0 in each pattern or continue, and the
+    columns of all patterns.
     """
     items = crow.shape[0] if crow.dim() == 2 else 1
     col = col.flatten()
@@ -42,7 +42,7 @@ def blocks_of_indices(crow: Tensor, col: Tensor, shape, blocksize, heads: int | 
     _, blocksize, rows, cols = grid(shape, blocksize)
     heads = items if heads is None else heads
     if heads < 1 or items % heads:
-        raise ValueError(f"heads is {heads}, which does not divide the {items} patterns")
+        raise ValueError(f"heads must divide the number of patterns, {items}, got {heads}")
     blocks = torch.zeros(items * rows * cols, dtype=torch.bool, device=col.device)
     blocks.index_fill_(0, row.long() * cols + col, True)
     return blocks.view(items // heads, heads, rows, cols), blocksize
@@ -55,7 +55,7 @@ def of_elements(seen: Tensor, lengths, blocksize) -> tuple[Tensor, Tensor, Eleme
     if seen.numel() == 0 or sq == 0 or sk == 0:
         none = seen.new_zeros(1, 1, -(-sq // block_q), -(-sk // block_k))
         return none, none, None
-    # What is the same along a dimension is read there once: one entry of a dimension that was expanded is enough.
+    # Expanded dimensions (stride 0) are read once: one entry suffices.
     varies = tuple(n > 1 and stride != 0 for n, stride in zip(seen.shape, seen.stride(), strict=True))
     first = tuple(slice(None) if v else slice(0, 1) for v in varies)
     mask_mod = Elements(seen[tuple(slice(None) if v else 0 for v in varies)], *varies)
@@ -63,7 +63,7 @@ def of_elements(seen: Tensor, lengths, blocksize) -> tuple[Tensor, Tensor, Eleme
     rows = small.shape[2] if varies[2] else 1
     small = small.expand(-1, -1, -1, sk)
     past_q, past_k = -rows % block_q if rows > 1 else 0, -sk % block_k
-    small = torch.nn.functional.pad(small, (0, past_k, 0, past_q))  # columns past the last are not seen
+    small = torch.nn.functional.pad(small, (0, past_k, 0, past_q))  # columns past the last are masked
     high = block_q if rows > 1 else 1
     cut = small.unflatten(3, (-1, block_k))  # (B, H, rows, Mk, block_k)
     some = cut.any(-1).unflatten(2, (-1, high)).any(3)
@@ -85,7 +85,7 @@ def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:
 
 
 def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple[list[Tensor | None], dict]:
-    """The same of its four lists, of which the last two may be None."""
+    """The same from its four lists, of which the last two may be None."""
     lists = list(lists)
     for i, dim in enumerate((3, 4, 3, 4)):
         if lists[i] is not None:
@@ -93,9 +93,9 @@ def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple
     lengths, blocksize, rows, cols = grid(lengths, blocksize)
     if lists[0].shape[2] != rows:
         raise ValueError(
-            f"FlexAttention's mask has {lists[0].shape[2]} rows of blocks of {blocksize[0]}, and its seq_lengths, "
-            f"{lengths}, need {rows}: a slice of a mask keeps those of the whole. Set mask.seq_lengths and "
-            "mask.mask_mod of the slice, or slice BlockMask.from_flex(whole), which does both"
+            f"FlexAttention's mask must have {rows} rows of blocks of {blocksize[0]} for its seq_lengths, {lengths}, "
+            f"got {lists[0].shape[2]}. A slice keeps the seq_lengths of the whole mask: set seq_lengths and mask_mod "
+            "of the slice, or slice BlockMask.from_flex(whole), which sets both"
         )
     if lists[2] is not None and lengths[1] % blocksize[1]:
         partial, full = table_of(*lists[:2], cols), table_of(*lists[2:], cols)
@@ -109,7 +109,7 @@ def to_flex(mask) -> FlexBlockMask:
     """FlexAttention's mask of a BlockMask."""
     lists = list(mask.lists())
     for i in (0, 2):
-        if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention takes the width for Mk when it transposes
+        if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention uses the width as Mk when it transposes
             lists[i : i + 2] = lists_of(table_of(*lists[i : i + 2], mask.n_block_cols))
     facts = {"BLOCK_SIZE": mask.blocksize, "seq_lengths": mask.lengths, "mask_mod": mask.mask_mod}
     return FlexBlockMask.from_kv_blocks(*lists, **facts)

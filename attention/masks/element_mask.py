@@ -1,8 +1,8 @@
-"""A user's element mask in a compiled kernel: what it computes, and the tensors that it reads.
+"""Element masks in compiled kernels: the traced program of a mask_mod, and the tensors that it reads.
 
 mask_mod(b, h, q, kv) is any function that torch can trace on integer scalars, such as FlexAttention's: a plain Python
-function or a frozen dataclass of mask_mods.py. The numbers that it captures are constants of the kernel, or arguments
-where they change (traced/numbers.py). The tensors are arguments, so a kernel reads what they hold when it runs.
+function or a frozen dataclass of mask_mods.py. Captured numbers are constants of the kernel, or arguments if they
+change (traced/numbers.py). Captured tensors are arguments, so a kernel reads their contents when it runs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ INPUTS = ("int32",) * 4
 
 @dataclass(frozen=True)
 class ElementMask:
-    """What a mask computes; equal to another if they compute the same."""
+    """The program of a mask; two masks are equal if they compute the same."""
 
     program: Program
-    contiguous: tuple[bool, ...]  # of each tensor that is read, whether its last dimension has stride 1
+    contiguous: tuple[bool, ...]  # per tensor that is read: True if its last dimension has stride 1
 
     @property
     def tensors(self) -> list[tuple[str, int, int | None]]:
-        """(dtype, rank, mode of stride 1) of each tensor that the kernel is given, see `element_mask`."""
+        """(dtype, rank, mode of stride 1) of each tensor argument of the kernel, see `element_mask`."""
         pairs = zip(self.program.tensors, self.contiguous, strict=True)
         return [(dtype, max(rank, 1), max(rank, 1) - 1 if last else None) for (dtype, rank), last in pairs]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundMask:
-    """A mask_mod as it was when it was traced, with the tensors that it read; itself a mask_mod."""
+    """A snapshot of a mask_mod when it was traced, with the tensors that it read; itself a mask_mod."""
 
     traced: Traced
 
@@ -51,36 +51,36 @@ class BoundMask:
 
 
 def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
-    """What a mask computes, traced once for each state that it can be in.
+    """The traced mask_mod, cached for each state of its captured values.
 
     Raises:
-        TypeError: it does what a kernel cannot, which the message names with the line, or returns no bool tensor; or a
-            tensor that it captures has a dtype without a kernel, or is on another device.
+        TypeError: it uses an operation that kernels do not support, which the message names with the line, or does not
+            return a bool tensor; or a captured tensor has an unsupported dtype, or is on another device.
     """
     if type(mask_mod) is BoundMask:
         return mask_mod.traced
     if type(mask_mod) is And and type(mask_mod.first) is BoundMask:
         return _joined(mask_mod.first.traced, trace_mask(mask_mod.second, device))
-    found = traced(mask_mod, "mask_mod", INPUTS, (), device)
-    if found.program.dtype != "bool":
+    result = traced(mask_mod, "mask_mod", INPUTS, (), device)
+    if result.program.dtype != "bool":
         raise TypeError(
-            f"mask_mod must return a bool tensor, got a tensor of torch.{found.program.dtype}; write it with "
+            f"mask_mod must return a bool tensor, got a tensor of torch.{result.program.dtype}; write it with "
             "comparisons, &, | and ~"
         )
-    return found
+    return result
 
 
 def _joined(first: Traced, second: Traced) -> Traced:
-    """Elements that both masks see."""
+    """The conjunction of both masks."""
     if second.tensors or second.read:
-        raise AssertionError("the second mask of a pair is a Band")
+        raise AssertionError("the second mask of a pair must be a Band")
     numbers = *first.numbers, *second.numbers
     return Traced(_conjunction(first.program, second.program), first.tensors, first.read, numbers=numbers)
 
 
 @lru_cache(maxsize=MOST)
 def _conjunction(first: Program, second: Program) -> Program:
-    """`first & second`, of which the second reads no tensors."""
+    """`first & second`; `second` reads no tensors."""
     t = Builder(first.inputs)
     t.tensors = list(first.tensors)
     seen = [t.append(program) for program in (first, second)]
@@ -88,8 +88,7 @@ def _conjunction(first: Program, second: Program) -> Program:
 
 
 def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple[Tensor, ...]]:
-    """What a kernel is compiled from, and what it is called with: views of the tensors that the mask captures, and then
-    numbers.
+    """The compile-time mask of a kernel, and its call arguments: views of the captured tensors, then numbers.
 
     Raises:
         TypeError: see trace_mask.
@@ -97,14 +96,15 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
     return (None, ()) if mask_mod is None else for_kernel(trace_mask(mask_mod, device))
 
 
-def for_kernel(found: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
-    """The same of a mask that was traced."""
-    views = views_of(found.tensors)
-    return ElementMask(found.program, tuple(t.stride(-1) == 1 for t in views)), (*views, *found.numbers)
+def for_kernel(mask: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
+    """The same for a traced mask."""
+    views = views_of(mask.tensors)
+    return ElementMask(mask.program, tuple(t.stride(-1) == 1 for t in views)), (*views, *mask.numbers)
 
 
 def views_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Captured tensors as a kernel takes them: TVM-FFI knows no bool, and a kernel's tensor has a dimension."""
+    """Captured tensors as kernel arguments: TVM-FFI does not support bool, and a kernel's tensor has at least one
+    dimension."""
     views = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in tensors)
     return tuple(t.detach().view(1) if t.dim() == 0 else t.detach() for t in views)
 
@@ -112,15 +112,15 @@ def views_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def check_extents(
     mask: ElementMask, tensors: Sequence[Tensor], batch: int, heads: int, lengths: tuple, what: str = "mask_mod"
 ) -> None:
-    """Every tensor that is indexed by b, h, q or kv itself, the last four inputs, has an element for each.
+    """Check that every tensor indexed directly by b, h, q or kv, the last four inputs, has an element for each index.
 
     Raises:
         IndexError: one has fewer.
     """
     extents = batch, heads, *lengths
     for slot, dim, value in mask.program.direct:
-        have, index = tensors[slot].shape[dim], value - len(mask.program.inputs) + len(INDICES)
-        if have < extents[index]:
+        extent, index = tensors[slot].shape[dim], value - len(mask.program.inputs) + len(INDICES)
+        if extent < extents[index]:
             raise IndexError(
                 f"{what} indexes dimension {dim} of a tensor of shape {tuple(tensors[slot].shape)} with "
                 f"{INDICES[index]}, which goes up to {extents[index] - 1}"
@@ -128,11 +128,12 @@ def check_extents(
 
 
 def call(mask_mod: Callable, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """The element mask on int32 tensors that broadcast: bool, of a shape that broadcasts to their common one.
+    """Evaluate the element mask on int32 tensors that broadcast: bool, with a shape that broadcasts to their common
+    one.
 
     Raises:
         TypeError: see trace_mask.
-        IndexError: an index lies outside of a captured tensor.
+        IndexError: an index is outside a captured tensor.
     """
-    found = trace_mask(mask_mod, q.device)
-    return evaluate(found.program, (b, h, q, kv), found.operands)
+    mask = trace_mask(mask_mod, q.device)
+    return evaluate(mask.program, (b, h, q, kv), mask.operands)

@@ -1,10 +1,10 @@
-"""Conversions of FlexAttention's BlockMask, bool tensors and BSR patterns to BlockMask, each made once.
+"""A cache of conversions of FlexAttention's BlockMask, bool tensors and BSR patterns to BlockMask.
 
-The BlockMask lives as long as the object that it was made of, and so does what block_sparse.py derives from it. It is
-made again when a tensor of the object was written to or replaced, as far as torch counts that: see
-runtime.derived.state_of. Tensors that were made in inference mode are converted at each call, since torch counts
-no writes to them. While a CUDA graph is captured, so is everything that may be written to: then replays see what was
-written. Of a BsrMatrix, whose indices must not be written to, a graph uses the conversion that exists.
+A cached BlockMask lives as long as its source object, and so do the tensors that block_sparse.py derives from it. It is
+converted again when a tensor of the object was written to or replaced, according to torch's version counters: see
+runtime.derived.state_of. Tensors created in inference mode are converted at each call, since they have no version
+counter. During CUDA graph capture, conversions of writable tensors are captured too: then replays read the current
+contents. For a BsrMatrix, whose indices must not be written to, a graph uses the cached conversion.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sparse_collective.bsr import BsrMatrix
 
 from .block_mask import BlockMask
 
-MOST_LENGTHS = 8  # conversions of one bool tensor
+MOST_LENGTHS = 8  # cached conversions per bool tensor
 _ATTRIBUTE = "_attention_block_mask"  # of FlexAttention's masks
 
 
 def of_flex(mask: FlexBlockMask) -> BlockMask:
-    """BlockMask.from_flex(mask), made once.
+    """Cached BlockMask.from_flex(mask).
 
-    It is kept as an attribute of the mask, and not in a table: its mask_mod may refer to the mask, or to what holds it,
-    and a table would then keep all of them alive for ever.
+    It is cached in an attribute of the mask, not in a table: its mask_mod may refer to the mask, or to an object that
+    holds it, and a table would then keep all of them alive forever.
     """
     parts = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, mask.mask_mod
     count, _, full_count, full_index, _ = parts
@@ -47,7 +47,7 @@ def of_flex(mask: FlexBlockMask) -> BlockMask:
 
 
 def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
-    """BlockMask.from_blocks(blocks, lengths=lengths) of a bool tensor, made once for each lengths."""
+    """Cached BlockMask.from_blocks(blocks, lengths=lengths) of a bool tensor, one per lengths."""
     state = state_of(blocks)
     if state is None or captured(blocks):
         return BlockMask.from_blocks(blocks, lengths=lengths)
@@ -60,20 +60,20 @@ def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
 
 
 class ElementTensor(NamedTuple):
-    """A bool tensor of elements, of shape (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), where a bool tensor alone means
-    blocks: what other interfaces hand to block_sparse_attention."""
+    """A bool tensor of elements, (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), which other interfaces pass to
+    block_sparse_attention. A plain bool tensor there is a tensor of blocks."""
 
     seen: Tensor
 
 
 def of_elements(seen: Tensor, lengths: tuple[int, int]) -> BlockMask:
-    """BlockMask.from_elements(seen, lengths=lengths), made once for each lengths."""
+    """Cached BlockMask.from_elements(seen, lengths=lengths), one per lengths."""
     state = state_of(seen)
     if state is None or captured(seen):
         return BlockMask.from_elements(seen, lengths=lengths)
 
     def make() -> tuple:
-        (alias,) = memory_of(seen)  # a mask that held the tensor itself would keep it alive for ever
+        (alias,) = memory_of(seen)  # a mask that held the tensor itself would keep it alive forever
         return (BlockMask.from_elements(alias, lengths=lengths),)
 
     state = state, seen.shape, seen.stride(), seen.dtype
@@ -81,14 +81,14 @@ def of_elements(seen: Tensor, lengths: tuple[int, int]) -> BlockMask:
 
 
 def of_bsr(pattern: BsrMatrix) -> BlockMask:
-    """BlockMask.from_bsr(pattern), made once for all matrices that share the pattern by with_values."""
+    """Cached BlockMask.from_bsr(pattern), shared by all matrices with the same pattern (with_values)."""
     return pattern.derived(("block mask", pattern.shape), lambda: BlockMask.from_bsr(pattern), BlockMask.lists)
 
 
 def of_torch_bsr(pattern: Tensor) -> BlockMask:
-    """BlockMask.from_bsr(pattern) of a torch.sparse_bsr tensor, made once.
+    """Cached BlockMask.from_bsr(pattern) of a torch.sparse_bsr tensor.
 
-    Its indices share the version counter of the tensor, but not that of the tensors that the user built it from.
+    Its indices share the version counter of the tensor, but not that of the tensors that the user created it from.
     """
     indices = pattern.crow_indices(), pattern.col_indices()  # new aliases each time
     state = state_of(*indices)
@@ -102,9 +102,9 @@ def of_torch_bsr(pattern: Tensor) -> BlockMask:
 
 
 def memory_of(*tensors: Tensor) -> list[Tensor]:
-    """Their memory, to be held beside what was made of it, so that its address means no other memory.
+    """Aliases that keep the tensors' memory alive next to a cached value, so that its address is not reused.
 
-    The tensors themselves die all the same.
+    They do not keep the tensor objects alive.
     """
     return [t.detach() for t in tensors]
 
@@ -113,13 +113,13 @@ def _tables(value: tuple) -> tuple:
     return value[0].lists()
 
 
-def of_op_tensors(tensors: list[Tensor], key: tuple, make: Callable, watched: bool) -> BlockMask:
-    """`make(*aliases)` of the tensors of a mask that come to a registered op, made once while they live.
+def of_op_tensors(tensors: list[Tensor], key: tuple, make: Callable, versioned: bool) -> BlockMask:
+    """Cached `make(*aliases)` for the tensors of a mask in a registered op, valid while they are alive.
 
     Args:
-        tensors: what it is made of. torch.compile hands on the very objects that the graph was called with.
-        key: what else it depends on.
-        watched: whether writes to `tensors` count; a BlockMask's lists must not be written to.
+        tensors: the sources. torch.compile passes the same objects that the graph was called with.
+        key: other values that the result depends on.
+        versioned: True if writes to `tensors` invalidate the result; a BlockMask's lists must not be written to.
     """
     first, *others = tensors
 
@@ -127,10 +127,11 @@ def of_op_tensors(tensors: list[Tensor], key: tuple, make: Callable, watched: bo
         memory = memory_of(*tensors)
         return make(*memory), memory
 
-    versions = state_of(*tensors) if watched else ()
+    versions = state_of(*tensors) if versioned else ()
     if versions is None:
         return make(*tensors)
-    # Of tensors with these ids: two references are equal if they are one object, and one to a dead tensor equals none.
+    # References to the tensors with these ids: two are equal if they refer to one object; one to a dead tensor equals
+    # none.
     state = *[weakref.ref(t) for t in others], *versions
     key = *key, *[id(t) for t in others]
     return of_tensor(first).get(key, first, make_of_aliases, _tables, state)[0]

@@ -1,11 +1,11 @@
-"""Element masks: which (query row, key column) of a block are seen.
+"""Element masks: functions that are True for the unmasked (query row, key column) pairs of a block.
 
-A mask_mod is called with (b, h, q, kv), integer tensors of no dimension, and returns whether row q of item b and head
-h sees column kv. Torch traces it (cute_kernels.traced): what it captures is a constant if it is a number, and an
-argument of the kernel if it is a tensor. These are frozen dataclasses: two of equal numbers are equal, and `moved` and
+A mask_mod is called with (b, h, q, kv), 0-d integer tensors, and returns True if row q of batch index b and head h
+attends to column kv. Torch traces it (cute_kernels.traced): a captured number is a constant of the kernel, and a
+captured tensor is an argument. The masks here are frozen dataclasses: two with equal numbers are equal, and `moved` and
 torch.compile find their tensors.
 
-Where lengths differ, rows are aligned to the end: row q is at position q + offset, with offset = Sk - Sq.
+If lengths differ, rows are aligned to the end: row q is at position q + offset, with offset = Sk - Sq.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 __all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "InBlocks", "MaskMod", "Or", "RowRange"]
 __all__ += ["SameDocument", "Sliced"]
 
-FAR = 2**30  # columns; no two positions are further apart (block_lists.MOST)
+FAR = 2**30  # columns; the largest distance of two positions is smaller (block_lists.MOST)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Band:
-    """Columns from `left` before the row's position to `right` after it, both included; None is without bound.
+    """Columns from `left` before the row's position to `right` after it, both included; None is unbounded.
 
     Band(None, 0, Sk - Sq) is the causal mask.
     """
@@ -48,7 +48,7 @@ class Band:
 
 @dataclass(frozen=True)
 class GlobalTokens:
-    """The first `columns` columns, seen by all rows, and the rows at the first `rows` positions, which see all."""
+    """The first `columns` columns, for all rows, and all columns for the rows at the first `rows` positions."""
 
     columns: int
     rows: int
@@ -74,7 +74,7 @@ class Dilated:
 
 @dataclass(frozen=True, eq=False)
 class SameDocument:
-    """Rows see the columns of their document, by ids in any order: int32 (Sq,) and (Sk,), or (B, Sq) and (B, Sk)."""
+    """Columns of the row's document, by ids in any order: int32 (Sq,) and (Sk,), or (B, Sq) and (B, Sk)."""
 
     q_ids: Tensor
     kv_ids: Tensor
@@ -88,9 +88,9 @@ class SameDocument:
 
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """The elements of a bool tensor, of any strides: (B, H, Sq, Sk) with those of the dimensions that are True here.
+    """The elements of a bool tensor with any strides: (B, H, Sq, Sk) restricted to the dimensions that are True here.
 
-    Along the others all items, heads, rows or columns see the same.
+    The mask is constant along the other dimensions.
     """
 
     seen: Tensor
@@ -110,7 +110,7 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class RowRange:
-    """Row q sees the columns from begin[q] to before end[q]: two int32 (Sq,), which a kernel reads once a row."""
+    """Columns from begin[q] to before end[q] for row q: two int32 (Sq,), which a kernel reads once per row."""
 
     begin: Tensor
     end: Tensor
@@ -121,7 +121,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class And:
-    """Elements that both masks see."""
+    """Conjunction of two masks."""
 
     first: MaskMod
     second: MaskMod
@@ -132,7 +132,7 @@ class And:
 
 @dataclass(frozen=True)
 class Or:
-    """Elements that at least one of the masks sees."""
+    """Disjunction of two masks."""
 
     first: MaskMod
     second: MaskMod
@@ -143,9 +143,9 @@ class Or:
 
 @dataclass(frozen=True, eq=False)
 class InBlocks:
-    """A mask_mod in the blocks that are True in `listed`, bool (B or 1, H or 1, Mq, Mk), and nothing in other blocks.
+    """A mask_mod in the blocks that are True in `listed`, bool (B or 1, H or 1, Mq, Mk), and False in other blocks.
 
-    mask_mod: None sees every element. items, heads: True if the table has an entry for each batch item, or each head.
+    mask_mod: None is True everywhere. items, heads: True if the table has an entry per batch index, or per head.
     """
 
     mask_mod: MaskMod | None
@@ -163,10 +163,10 @@ class InBlocks:
 
 @dataclass(frozen=True, eq=False)
 class Sliced:
-    """A mask_mod as the part of a mask calls it: with the positions that its items, heads and rows have in the whole.
+    """A mask_mod for a slice of a mask: it is called with batch indices, heads and rows of the whole mask.
 
-    items, heads, rows: int32 (n,) numbers of the selected batch items, heads and rows of blocks; None: all of them.
-    one_item, one_head: True if there is one, which serves all batch items or heads of the scores.
+    items, heads, rows: int32 (n,) indices of the selected batch indices, heads and rows of blocks; None: all of them.
+    one_item, one_head: True if one is selected, which is broadcast over the batch or the heads of the scores.
     """
 
     mask_mod: MaskMod
@@ -188,17 +188,17 @@ class Sliced:
 
 
 def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
-    """And(first, second), where None stands for a mask that sees everything."""
-    # Comparing the users' dataclasses could compare the tensors in them.
+    """And(first, second); None is a mask that is True everywhere."""
+    # Comparing user-defined dataclasses could compare their tensors.
     if first is None or second is None or first is second or (type(first) is Band and first == second):
         return second if first is None else first
     return And(first, second)
 
 
 def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod | None:
-    """The mask with the tensors that are fields of its dataclasses on another device; itself where nothing moves.
+    """The mask with the tensors in its dataclasses' fields on another device; itself if nothing moves.
 
-    Tensors that another function holds stay where they are.
+    Tensors captured by other functions are not moved.
     """
     if not dataclasses.is_dataclass(mask_mod) or isinstance(mask_mod, type):
         return mask_mod
@@ -212,13 +212,13 @@ def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod
 
 
 def window_bounds(window_size: Sequence[int | None] | None, causal: bool = False) -> tuple[int | None, int | None]:
-    """(left, right) of window_size, None without bound; causal makes right at most 0. All ops and patterns call it.
+    """(left, right) of window_size, None if unbounded; causal makes right at most 0. All ops and patterns call it.
 
-    FlashAttention's convention: row q, at position p = q + Sk - Sq, sees columns p - left to p + right, both included.
-    -1 is without bound there, and is taken as None.
+    FlashAttention's convention: row q, at position p = q + Sk - Sq, attends to columns p - left to p + right, both
+    included. -1 is unbounded there, and is converted to None.
 
     Raises:
-        TypeError: `causal` is no bool, or `window_size` is not None nor two of int and None.
+        TypeError: `causal` is not a bool, or `window_size` is neither None nor two ints or None.
         ValueError: a bound is less than -1.
     """
     if not isinstance(causal, bool):
@@ -230,14 +230,12 @@ def window_bounds(window_size: Sequence[int | None] | None, causal: bool = False
             bounds = tuple(None if x is None else operator.index(x) for x in (left, right))
         except (TypeError, ValueError):
             raise TypeError(
-                f"window_size must be (left, right), each an int or None without bound, got {window_size!r}; "
+                f"window_size must be (left, right), each an int or None (unbounded), got {window_size!r}; "
                 "the last w columns are (w - 1, 0)"
             ) from None
         for name, x in zip(("left", "right"), bounds, strict=True):
             if x is not None and x < -1:
-                raise ValueError(
-                    f"window_size's {name} bound is {x}; use a number of columns from 0, or None without bound"
-                )
+                raise ValueError(f"window_size's {name} bound must be at least 0, or None or -1 (unbounded), got {x}")
         bounds = tuple(None if x in (None, -1) or x >= FAR else x for x in bounds)
     left, right = bounds
     return left, 0 if causal else right

@@ -1,6 +1,6 @@
-"""Registered ops that compute a mask_mod's elements, for block masks that are made under torch.compile.
+"""Registered ops that compute a mask_mod's elements, for block masks that are created under torch.compile.
 
-A mask_mod enters their schema as mask_text.py writes it, as it enters that of block_sparse_attention.
+A mask_mod is encoded in their schema by mask_text.py, as in that of block_sparse_attention.
 """
 
 import torch
@@ -46,12 +46,12 @@ define(
 
 
 def elements(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """element_mask.call inside a torch.compile trace: bool, of the shape that all broadcast to."""
+    """element_mask.call in a torch.compile trace: bool, with the shape that all inputs broadcast to."""
     return torch.ops.attention.mask_elements(*mask_text.written_mask(mask_mod), b, h, q, kv)
 
 
 def tables(mask_mod: MaskMod, heads: tuple[int, int], lengths, blocksize, device) -> tuple[Tensor, Tensor]:
-    """block_lists.tables_of_mask_mod inside a torch.compile trace."""
+    """block_lists.tables_of_mask_mod in a torch.compile trace."""
     text = mask_text.written_mask(mask_mod)
     some, every = torch.ops.attention.mask_tables(*text, *heads, list(lengths), list(blocksize), torch.device(device))
     return some, every

@@ -1,4 +1,4 @@
-"""A mask_mod inside of a registered op, from the text, numbers and tensors of function_text.py."""
+"""Serialization of a mask_mod for a registered op: the text, numbers and tensors of function_text.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHAT = "mask_mod"
 
 
 def written_mask(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[Tensor]]:
-    """(text, numbers, tensors) of a mask_mod; torch.compile traces it.
+    """(text, numbers, tensors) of a mask_mod; torch.compile traces this function.
 
     Raises:
         TypeError: see function_text.written.
@@ -23,7 +23,7 @@ def written_mask(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[
 
 
 def read_mask(text: str | None, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> BoundMask | None:
-    """The mask_mod that written_mask wrote, as it was then.
+    """The mask_mod that written_mask serialized, in its state at that time.
 
     Raises:
         TypeError: see trace_mask.

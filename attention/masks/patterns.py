@@ -1,8 +1,8 @@
-"""Usual block masks: causal, sliding windows, documents, dilated, the best blocks, vertical and slash.
+"""Common block masks: causal, sliding windows, documents, dilated, top-k blocks, vertical and slash.
 
-Nothing here waits for the device. Rows are aligned to the end: row q is at position q + Sk - Sq. Unless said otherwise
-`lengths` is (Sq, Sk), `blocksize` (block_q, block_k), and a result without batch or heads has B = H = 1. All raise
-ValueError for lengths or block sizes that BlockMask refuses.
+No function synchronizes. Rows are aligned to the end: row q is at position q + Sk - Sq. Unless stated otherwise
+`lengths` is (Sq, Sk), `blocksize` (block_q, block_k), and a result without batch or heads has B = H = 1. All functions
+raise ValueError for lengths or block sizes that BlockMask does not support.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Device = torch.device | str | None
 
 
 def causal(lengths: Pair, blocksize: Pair = (128, 128), *, device: Device = None) -> BlockMask:
-    """Row q sees the columns up to its position."""
+    """Row q attends to the columns up to its position."""
     return sliding_window(lengths, (None, 0), blocksize, device=device)
 
 
@@ -41,22 +41,22 @@ def sliding_window(
     causal: bool = False,
     device: Device = None,
 ) -> BlockMask:
-    """Row q, at position p, sees columns p - left to p + right of window_size = (left, right); None is without bound.
+    """Row q, at position p, attends to columns p - left to p + right, (left, right) = window_size; None is unbounded.
 
     Args:
-        global_columns: the first columns, so many, are seen by all rows (attention sinks).
-        global_rows: the rows at the first positions, so many, see all columns.
-        causal: none of it reaches past the row's position.
+        global_columns: number of first columns that all rows attend to (attention sinks).
+        global_rows: number of first positions whose rows attend to all columns.
+        causal: True to mask all columns past the row's position.
 
     Raises:
-        TypeError: window_size is not two of int and None.
+        TypeError: window_size is not a pair of ints or None.
         ValueError: a bound or a number of tokens is negative.
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     left, right = window_bounds(window_size, causal)
     for name, n in (("global_columns", global_columns), ("global_rows", global_rows)):
         if operator.index(n) < 0:
-            raise ValueError(f"{name} is {n}; it must be at least 0")
+            raise ValueError(f"{name} must be at least 0, got {n}")
     offset = sk - sq
     position = torch.arange(offset, sk, dtype=torch.int32, device=device)  # (Sq,)
     last = position + 1 if causal else torch.full_like(position, sk)
@@ -81,18 +81,18 @@ def packed_documents(
     window_size: Sequence[int | None] | None = None,
     causal: bool = False,
 ) -> BlockMask:
-    """Documents one after another: rows see the columns of their own only.
+    """Packed documents: rows attend to the columns of their own document only.
 
     Args:
-        cu_seqlens_q: (documents + 1,) int32 or int64; where each begins, then where the last one ends. Rows past that
-            see nothing.
-        cu_seqlens_k: the same of columns; those of the rows where it is None.
-        lengths: (Sq, Sk), at least what the last entries say, which are not read.
+        cu_seqlens_q: (documents + 1,) int32 or int64, cumulative lengths: the first row of each document, then the end
+            of the last one. Rows past that are fully masked.
+        cu_seqlens_k: the same for columns; None: cu_seqlens_q.
+        lengths: (Sq, Sk), at least the last entries of cu_seqlens, which are not read.
         window_size, causal: within each document, aligned to its end (see mask_mods.window_bounds).
 
     Raises:
         TypeError: cu_seqlens are not strided tensors of int32 or int64.
-        ValueError: they are not of one shape (documents + 1,) and one device.
+        ValueError: they do not have one shape (documents + 1,) and one device.
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     cu_q, cu_k = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -109,7 +109,7 @@ def packed_documents(
     row = torch.arange(sq, dtype=torch.int32, device=cu_q.device)
     document = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(0, len(cu_q) - 2)
     begin, end = cu_k[document], cu_k[document + 1]
-    position = row - cu_q[document + 1] + end  # the document's last row is at its last column
+    position = row - cu_q[document + 1] + end  # the document's last row is at its last column position
     if left is not None:
         begin = torch.maximum(begin, position - left)
     if right is not None:
@@ -122,16 +122,16 @@ def packed_documents(
 def documents(
     q_ids: Tensor, kv_ids: Tensor | None = None, *, blocksize: Pair = (128, 128), causal: bool = False
 ) -> BlockMask:
-    """Rows see the columns with their own document's id. Looks at all pairs; packed_documents at far fewer.
+    """Rows attend to the columns with their own document's id. Evaluates all pairs; packed_documents is much cheaper.
 
     Args:
         q_ids: (Sq,) or (B, Sq) int32 or int64, in any order; compared as int32.
-        kv_ids: (Sk,) or (B, Sk); those of the rows where it is None.
-        causal: and none after the row's position in the whole sequence.
+        kv_ids: (Sk,) or (B, Sk); None: q_ids.
+        causal: True to mask columns after the row's position in the whole sequence.
 
     Raises:
         TypeError: ids are not strided tensors of int32 or int64.
-        ValueError: they are not of 1 or 2 dimensions, or of two batches or devices.
+        ValueError: they do not have 1 or 2 dimensions, or their batch sizes or devices differ.
     """
     kv_ids = q_ids if kv_ids is None else kv_ids
     for name, t in (("q_ids", q_ids), ("kv_ids", kv_ids)):
@@ -158,14 +158,15 @@ def dilated(
 ) -> BlockMask:
     """Columns whose distance from the row's position is a multiple of `step`, within the window.
 
-    Up to steps of the block size every block in the window is partial: this saves no work, dilated_blocks does.
+    For steps up to the block size every block in the window is partial, which saves no work; use dilated_blocks
+    instead.
 
     Raises:
         ValueError: step is less than 1.
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     if operator.index(step) < 1:
-        raise ValueError(f"step is {step}; it must be at least 1")
+        raise ValueError(f"step must be at least 1, got {step}")
     bounds = window_bounds(window_size, causal)
     mask_mod = both(Dilated(step, sk - sq), None if bounds == (None, None) else Band(*bounds, sk - sq))
     return create_block_mask(mask_mod, None, None, sq, sk, device=device, BLOCK_SIZE=blocksize)
@@ -183,17 +184,17 @@ def dilated_blocks(
     """Every `step`-th block of each row of blocks, counted from the one at the position of the row's last element.
 
     Args:
-        reach: at most so many of them on each side of that one; all where it is None.
-        causal: none past the row's position.
+        reach: maximum number of blocks on each side of that one; None: all.
+        causal: True to mask columns past the row's position.
 
     Raises:
         ValueError: step is less than 1, or reach is negative.
     """
     (sq, sk), blocksize, rows, cols = grid(lengths, blocksize)
     if operator.index(step) < 1:
-        raise ValueError(f"step is {step}; it must be at least 1")
+        raise ValueError(f"step must be at least 1, got {step}")
     if reach is not None and operator.index(reach) < 0:
-        raise ValueError(f"reach is {reach}; it must be at least 0")
+        raise ValueError(f"reach must be at least 0, got {reach}")
     last = (torch.arange(1, rows + 1, device=device) * blocksize[0]).clamp(max=sq) - 1 + (sk - sq)
     away = torch.arange(cols, device=device) - (last // blocksize[1])[:, None]
     blocks = away % step == 0
@@ -210,21 +211,22 @@ def top_k(
     lengths: Pair | None = None,
     causal: bool = False,
 ) -> BlockMask:
-    """The k blocks of each row of blocks with the largest scores; of equal ones the earlier. Never those of -inf.
+    """The k blocks with the largest scores in each row of blocks; the earlier one of equals. Blocks of score -inf are
+    excluded.
 
     Args:
         scores: (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk), of a floating-point dtype, without NaN.
-        lengths: all of the blocks where it is None.
-        causal: chooses among blocks up to the row's position, and sees nothing past that.
+        lengths: None: the extent of the blocks.
+        causal: True to select among blocks up to the row's position and to mask columns past it.
 
     Raises:
-        TypeError: scores is no strided floating-point tensor.
+        TypeError: scores is not a strided floating-point tensor.
         ValueError: k is negative.
     """
     if not is_strided(scores) or not scores.is_floating_point():
         raise TypeError(f"scores must be a strided floating-point tensor, got {describe(scores)}")
     if operator.index(k) < 0:
-        raise ValueError(f"k is {k}; it must be at least 0")
+        raise ValueError(f"k must be at least 0, got {k}")
     allowed = scores > float("-inf")
     if causal:
         whole = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -238,17 +240,17 @@ def top_k(
 def vertical_slash(
     vertical: Tensor, slash: Tensor, *, lengths: Pair, blocksize: Pair = (128, 128), causal: bool = True
 ) -> BlockMask:
-    """The blocks that hold an element of a vertical line, a column, or of a slash, a diagonal; all they hold is seen.
+    """The blocks that contain an element of a vertical line (a column) or of a slash (a diagonal); they are unmasked.
 
     Args:
-        vertical: (..., n) int32 or int64 columns, with up to two dimensions before: (H, n) or (B, H, n).
-        slash: (..., m) distances of columns before the row's position, with the same dimensions before. In both,
-            numbers out of range are left out, so that -1 fills short rows.
-        causal: sees nothing past the row's position.
+        vertical: (..., n) int32 or int64 columns, with up to two leading dimensions: (H, n) or (B, H, n).
+        slash: (..., m) distances of columns before the row's position, with the same leading dimensions. In both,
+            values out of range are ignored, so that -1 pads short rows.
+        causal: True to mask columns past the row's position.
 
     Raises:
         TypeError: they are not strided tensors of int32 or int64.
-        ValueError: their dimensions or devices do not fit.
+        ValueError: their dimensions or devices do not match.
     """
     for name, t in (("vertical", vertical), ("slash", slash)):
         if not is_strided(t) or t.dtype not in (torch.int32, torch.int64):
@@ -256,14 +258,15 @@ def vertical_slash(
         if not 1 <= t.dim() <= 3 or t.shape[:-1] != vertical.shape[:-1] or t.device != vertical.device:
             got = f"{tuple(vertical.shape)} on {vertical.device} and {tuple(slash.shape)} on {slash.device}"
             raise ValueError(
-                f"vertical and slash must be (n,), (H, n) or (B, H, n), alike and on one device, got {got}"
+                f"vertical and slash must be (n,), (H, n) or (B, H, n), with equal leading dimensions and on one "
+                f"device, got {got}"
             )
     (sq, sk), (block_q, block_k), rows, cols = grid(lengths, blocksize)
     lead, device = vertical.shape[:-1], vertical.device
     column = (vertical.long() // block_k).masked_fill((vertical < 0) | (vertical >= sk), cols)
     columns = torch.zeros(*lead, cols + 1, dtype=torch.bool, device=device).scatter_(-1, column, True)[..., None, :cols]
-    # A slash crosses the columns of blocks from `begin` to `end` of each row of blocks: +1 and -1 where that starts and
-    # stops, summed over slashes and then along the row.
+    # A slash crosses the columns of blocks from `begin` to `end` of each row of blocks: +1 and -1 at its ends, summed
+    # over slashes and then along the row.
     first = torch.arange(rows, device=device)[:, None] * block_q + (sk - sq)  # (Mq, 1)
     last = (first + block_q).clamp(max=sk) - 1
     distance = slash.long()[..., None, :]  # (..., 1, m)
