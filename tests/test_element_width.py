@@ -171,7 +171,7 @@ def test_configurations_of_any_width_are_legal(family, dtype, arch):
 
 def test_the_kernel_for_few_columns_says_what_it_takes():
     spec = ARCHS["sm_90"]
-    for dtype, words in ((FP8, ""), (TF32, "multiplies those of 16 bits, and of 8 bits")):
+    for dtype, words in ((FP8, ""), (TF32, "supports 16-bit and FP8 operands")):
         config = SKINNY.candidates("sm_90", BlockFacts(64, 64, "int32"), spec, element_of(dtype))[0]
         facts = sparse.linear(spec, "sm_90", config, (64, 64), dtype=dtype, aligns=(16, 16, 8), majors=("k", "k", "m"))
         assert words in SKINNY.unsupported(facts) and bool(words) == bool(SKINNY.unsupported(facts))

@@ -1,6 +1,6 @@
-"""Block-sparse matrices whose stored blocks are 2:4 sparse, and their products.
+"""Block-sparse matrices whose stored blocks are 2:4 sparse, and their GEMM kernels.
 
 matrix   Bsr24, the compressed form of a BsrMatrix
-config   which kernels there are, what they ask, what they cost; family registers them
-gemm     the source of K-tiles with metadata, and the product around it
+config   configurations, their legality and cost; family registers the kernels
+gemm     the source of K-tiles with metadata, and the GEMM around it
 """

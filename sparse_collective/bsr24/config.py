@@ -1,4 +1,4 @@
-"""Which kernels there are for products with 2:4 sparse blocks, what they ask, and what they cost."""
+"""Configurations of GEMM kernels with 2:4 sparse blocks: candidates, legality, cost, catalogue."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,33 +28,33 @@ from .. import catalogue
 from ..candidates import pair_of
 from ..family import values_bytes
 
-DRAM_SHARE = 0.8  # of DRAM's rate: as of block-sparse products by TMA; an estimate
+DRAM_SHARE = 0.8  # of DRAM's rate, as for block-sparse GEMMs with TMA; an estimate
 
 
 @dataclass(frozen=True)
 class Bsr24Config(Sparse24Config):
-    """GemmConfig of a product with 2:4 sparse blocks; `tile_k` counts columns of the whole block."""
+    """GemmConfig with 2:4 sparse blocks; `tile_k` counts columns of the whole block."""
 
     family: ClassVar[str] = "bsr24"
 
 
 @dataclass(frozen=True)
 class Bsr24Float8Config(Bsr24Config, Sparse24Float8Config):
-    """Those of 8-bit floats, on the sm_90 path. Promoted sums are those of a K-tile."""
+    """FP8 configurations of the sm_90 path. Promoted accumulation adds one partial sum per K-tile."""
 
 
 @dataclass(frozen=True)
 class Bsr24Sm80Config(Bsr24Config, Sparse24Sm80Config):
-    """Those of the mma.sync path."""
+    """Configurations of the mma.sync path."""
 
 
 @dataclass(frozen=True)
 class Bsr24Float8Sm80Config(Bsr24Config, Sparse24Float8Sm80Config):
-    """Those of 8-bit floats, on sm_89."""
+    """FP8 configurations of sm_89."""
 
 
 def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
-    """Configurations worth trying, best first among equals."""
+    """Configurations worth trying; among equal costs the first one is taken."""
     if block.bm % SLAB or block.bk % SPAN:
         return []
     if path == "sm_90":
@@ -64,10 +64,10 @@ def candidates_of(path: str, block: BlockFacts, spec: ArchSpec, element: Element
 
 
 def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr24Config]:
-    """Those of the sm_90 path.
+    """Configurations of the sm_90 path.
 
-    Row tiles of one block share B in a cluster, which halves what L2 delivers; blocks as high as a tile have only A to
-    share. K-tiles of narrow tiles are twice as long where blocks are, for more bytes of A under way.
+    Row tiles of one block share B in a cluster, which halves the bytes from L2; blocks as tall as a tile can only share
+    A. Narrow tiles have K-tiles twice as long if the blocks allow it, for more bytes of A in flight.
     """
     line = 2 * SPAN // element.width  # columns of a K-tile
     wide = 2 * line if block.bk % (2 * line) == 0 else line
@@ -95,22 +95,25 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
             (128, 128, line, 2, 1, 1, 1, 1, 2),
             (128, 64, wide, 2, 1, 1, 1, 1, 1),
         ]
-    # Two consumer groups in turns wait for each K-tile while nobody multiplies; with rings of their own they do not.
+    # With one ring, two ping-pong consumer groups leave tensor cores idle while they wait for a K-tile; with two they
+    # do not.
     own = [(*shape[:-1], 1) for shape in shapes if shape[-2] == 2]
     kind = Bsr24Config
-    if element.width == 1:  # promoted sums want both warpgroups on one tile, or rings of their own
+    if element.width == 1:  # promoted accumulation needs both warpgroups on one tile, or a ring each
         kind, low = Bsr24Float8Config, block.bm % 128
         shapes += [(64, 256, line, 1, 2, 1, 2, 1, 1)] if low else []
         narrow += [(64, 64, wide, 1, 2, 1, 1, 1, 1), (64, 32, wide, 1, 2, 1, 1, 1, 1)]
         narrow += [] if low else [(128, 32, wide, 2, 1, 1, 1, 1, 1), (128, 16, wide, 2, 1, 1, 1, 1, 1)]
     found = [of_shape(kind, shape, spec, element, rings=2) for shape in own]
-    found = [config for config in found if config.stages > 2]  # with two one would be under way, which hides nothing
+    found = [
+        config for config in found if config.stages > 2
+    ]  # with two stages only one load is in flight, which hides nothing
     return found + [of_shape(kind, shape, spec, element) for shape in (*shapes, *narrow)]
 
 
 def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
-    """As cost.cost, of K-tiles as sparse24.config has them. Loads go on while a cooperative kernel stores: its ring is
-    full again when the store is done."""
+    """Estimated clocks, like cost.cost with the K-tiles of sparse24.config. Loads continue while a cooperative kernel
+    stores: its ring is full again when the store is done."""
     products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, promotes(problem))
     k_tiles = max(1.0, problem.density * problem.extents.K / cfg.tile_k)
     hidden = 0.0
@@ -119,18 +122,19 @@ def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: flo
         hidden = min(accumulators * cost.store_clocks(problem), cfg.stages * loads)
     loop = max(k_tiles * products, k_tiles * loads - hidden)
     found = cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, problem.block), loop)
-    stored = 1 / STORED + 1 / (8 * problem.width)  # of a dense block's bytes: values, and 2 bits for each of them
+    stored = 1 / STORED + 1 / (8 * problem.width)  # share of a dense block's bytes: values, and 2 bits of metadata each
     least = cost.PIPELINE_FILL + stored * values_bytes(problem) / (DRAM_SHARE * cost.DRAM_BYTES_PER_CLOCK)
     return found if found > least else least + 0.02 * found
 
 
 def unsupported(facts: GemmFacts) -> str:
-    """What 2:4 sparse blocks ask, and then what all kernels with an A of which half is stored do."""
+    """The reason why these facts are not supported, or an empty string: of 2:4 sparse blocks, then of any 2:4 sparse
+    A."""
     cfg, block = facts.config, facts.block
     if reason := legality.general(facts):
         return reason
     if block is None or block.operand != "a" or block.permuted or facts.majors[0] != "k":
-        return "2:4 sparse blocks are those of the left operand, contiguous along K, and of no transposed view"
+        return "2:4 sparse blocks must be those of the left operand, contiguous along K, and not of a transposed view"
     if block.bm % SLAB or block.bk % SPAN:
         return f"blocks of {block.bm}x{block.bk}: metadata are those of multiples of {SLAB} rows and {SPAN} columns"
     if block.bm % cfg.tile_m or block.bk % cfg.tile_k:
@@ -143,8 +147,8 @@ BLOCKS = ((128, 128), (64, 64), (256, 128), (192, 64), (128, 64))
 
 
 def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[GemmFacts]:
-    """The catalogue: each configuration of several blocks, and of the first with the heaviest epilogue; one with all
-    else."""
+    """The catalogue: each configuration for several blocks, for the first block also with the most expensive epilogue;
+    other variations with one configuration."""
     path = spec.path
     for shape in BLOCKS[:1] if quick else BLOCKS if path == "sm_90" else BLOCKS[:2]:
         configs = family.candidates(path, BlockFacts(*shape, "int32"), spec, element)
@@ -193,7 +197,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
 
 
 def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
-    """Of 8-bit floats: each configuration of several blocks with a scale each, and the main one in its variations."""
+    """FP8 kernels: each configuration for several blocks with a scale per block, and variations of the main one."""
     if quick or not spec.float8:
         return
     element = element_of("float8_e4m3fn")

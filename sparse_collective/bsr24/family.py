@@ -1,4 +1,4 @@
-"""The family of block-sparse products whose blocks are 2:4 sparse, which bsr_matmul and bsr_linear of a Bsr24 take."""
+"""The family of block-sparse GEMM kernels with 2:4 sparse blocks, for bsr_matmul and bsr_linear with a Bsr24."""
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul import cost
@@ -18,12 +18,12 @@ from . import config
 
 
 class Bsr24Family(BsrFamily):
-    """Products of a Bsr24; its facts' block is the whole one, and values are half of it."""
+    """GEMM with a Bsr24; `block` in its facts is the whole block, of which values hold half."""
 
     name = config.Bsr24Config.family
     features = frozenset(("float8",))
     config = config.Bsr24Config
-    ops = ()  # in no bundle yet: its kernels are compiled on their first call
+    ops = ()  # bundles do not contain its kernels, which are compiled on their first call
     structured = True
 
     def candidates(self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16) -> list:

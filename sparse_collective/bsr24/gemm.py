@@ -1,5 +1,5 @@
-"""A product with 2:4 sparse blocks as a kernel sees it: the source of stored blocks and their metadata, and a
-kernel of either path with the mainloop of cute_kernels.sparse24."""
+"""GEMM with 2:4 sparse blocks: the source of stored blocks and their metadata, and the kernel of either path with the
+mainloop of cute_kernels.sparse24."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from ..k_tiles import BsrKTiles, BsrSource
 
 @dataclass(frozen=True)
 class Bsr24KTiles(BsrKTiles):
-    """BsrKTiles, each with the addresses of its metadata."""
+    """BsrKTiles with the addresses of each K-tile's metadata."""
 
     metadata: cute.Tensor | None = None  # (blocks, bk / 64, bm / 64, 128), of one batch or matrix
     block: cutlass.Constexpr[tuple] = ()  # (bm, bk)
@@ -39,7 +39,7 @@ class Bsr24KTiles(BsrKTiles):
 
 @dataclass(frozen=True)
 class Bsr24Source(BsrSource):
-    """The sparse source of blocks that are 2:4 sparse."""
+    """BsrSource with 2:4 sparse blocks."""
 
     metadata: cute.Tensor | None = None
     block: cutlass.Constexpr[tuple] = ()
@@ -51,7 +51,7 @@ class Bsr24Source(BsrSource):
 
 
 class Bsr24Gemm(BsrGemm):
-    """BsrGemm of blocks of which half is stored: values (nnz, bm, bk / 2), or (L, nnz, bm, bk / 2) of one pattern."""
+    """BsrGemm with half of each block stored: values (nnz, bm, bk / 2), or (L, nnz, bm, bk / 2) for one pattern."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts

@@ -1,14 +1,15 @@
-"""Bsr24: a block-sparse matrix with 2:4 structured sparsity inside of its stored blocks.
+"""Bsr24: a block-sparse matrix with 2:4 structured sparsity inside its stored blocks.
 
-A BsrMatrix (M, K) with blocks (bm, bk), of which two of every four neighbours in a row are stored, is two things:
+A BsrMatrix (M, K) with blocks (bm, bk), of which two of every four neighbors in a row are stored, has two parts:
 
-    compressed    the BsrMatrix (M, K / 2) with blocks (bm, bk / 2) of what is stored: the pattern, and half the values
-    metadata      (nnz, bk / 64, bm / 64, 128) int32: which two of four they are, as sparse WGMMA and mma.sp read it
+    compressed    a BsrMatrix (M, K / 2) with blocks (bm, bk / 2): the pattern and the stored half of the values
+    metadata      (nnz, bk / 64, bm / 64, 128) int32: positions of the stored two of four, as sparse WGMMA and mma.sp
+                  read them
 
 BsrMatrix's own module imports this one, which knows it as a LikeTensor.
 
-Of 64 rows and 64 columns metadata are 128 words, in the order of cute_kernels.sparse24.format. Those of a row tile of a
-block and 64 columns are one piece of memory.
+64 rows and 64 columns have 128 words of metadata, in the layout of cute_kernels.sparse24.format. The metadata of a row
+tile of a block and 64 columns is contiguous.
 """
 
 from __future__ import annotations
@@ -24,40 +25,44 @@ from .. import checks as arguments
 from ..like_tensor import FUNCTIONS, LikeTensor
 
 WORKS = (
-    "with a Bsr24 W these work: W @ b, torch.matmul(W, b), torch.nn.functional.linear(x, W, bias), bsr_matmul, "
-    "bsr_linear, bsr_gated_linear and bsr_grouped_linear of sparse_collective; for anything else take W.to_bsr()"
+    "supported with a Bsr24 W: W @ b, torch.matmul(W, b), torch.nn.functional.linear(x, W, bias), bsr_matmul, "
+    "bsr_linear, bsr_gated_linear and bsr_grouped_linear of sparse_collective; for anything else use W.to_bsr()"
 )
 
 
 class Bsr24:
-    """An (M, K) matrix, or a batch (L, M, K), of which some (bm, bk) blocks are stored, and half of each.
+    """An (M, K) matrix, or a batch (L, M, K), with some (bm, bk) blocks stored, and each stored block 2:4 sparse.
 
-    `W.prune_2_4()` of a BsrMatrix W makes one, and `Bsr24.from_bsr(W)` of one whose blocks are 2:4 sparse already.
-    `bsr_matmul(V, b)` and `bsr_linear(x, V)` multiply it, as do V @ b and torch.nn.functional.linear(x, V, bias).
-    Kernels multiply bfloat16 and float16, by sparse WGMMA on sm_90 and by mma.sp on sm_80 and newer, and float8 on
-    sm_89 and sm_90, of blocks whose bk is a multiple of 128, with scales as a BsrMatrix has them. On the CPU torch
-    multiplies the stored blocks, in all dtypes. torch.compile takes products of 16 bits. There is no gradient and no
-    transposed view: these raise.
+    Make one with `W.prune_2_4()` from a BsrMatrix W, or with `Bsr24.from_bsr(W)` if W's blocks are 2:4 sparse already.
+    `bsr_matmul(V, b)`, `bsr_linear(x, V)`, V @ b and torch.nn.functional.linear(x, V, bias) multiply it.
+
+    | dtype | supported |
+    | --- | --- |
+    | bfloat16, float16 | sm_90 (sparse WGMMA), sm_80 and newer (mma.sp), torch.compile |
+    | FP8, scales as in a BsrMatrix | sm_89 and sm_90, blocks whose bk is a multiple of 128 |
+    | all dtypes | CPU, by torch |
+
+    Gradients and transposed views are not supported; they raise.
 
     Args:
-        compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: of every four neighbours in a row of a
-            block the two that are stored, in their order. bm and bk are multiples of 64. No transposed view. Of float8
-            its scales are those of the whole blocks.
-        metadata: int32 on its device, contiguous, (nnz, bk / 64, bm / 64, 128); of a batch with one pattern
-            (L, nnz, bk / 64, bm / 64, 128). Its contents are not looked at.
+        compressed: (M, K / 2) BsrMatrix with blocks (bm, bk / 2), or a batch: the two stored elements of every four
+            neighbors in a row of a block, in their order. bm and bk are multiples of 64. Not a transposed view. FP8
+            scales apply to the whole blocks.
+        metadata: int32 on the same device, contiguous, (nnz, bk / 64, bm / 64, 128), or for a batch with one pattern
+            (L, nnz, bk / 64, bm / 64, 128). Its contents are not checked.
 
-    `sparse_collective.nn.Bsr24Linear` is a module that holds one. A module of one's own keeps four buffers, which
-    state_dict() then has: `crow_indices`, `col_indices`, `values` and `metadata`;
-    `Bsr24(BsrMatrix(crow_indices, col_indices, values, (M, K // 2)), metadata)` is the way back, and copies nothing.
-    torch.save and torch.load(weights_only=True) take the matrix itself.
+    `sparse_collective.nn.Bsr24Linear` is a module that holds one. Your own module can keep `crow_indices`,
+    `col_indices`, `values` and `metadata` as buffers, so that state_dict() contains them;
+    `Bsr24(BsrMatrix(crow_indices, col_indices, values, (M, K // 2)), metadata)` restores the matrix without copies.
+    torch.save and torch.load(weights_only=True) support the matrix itself.
 
     Raises:
-        TypeError: compressed is no BsrMatrix, or metadata are no int32 tensor.
-        ValueError: compressed is a transposed view, blocks are no multiples of 64, or metadata do not fit.
+        TypeError: compressed is not a BsrMatrix, or metadata is not an int32 tensor.
+        ValueError: compressed is a transposed view, blocks are not multiples of 64, or metadata does not fit.
     """
 
     structured = True  # see BsrMatrix
-    base = numbers = None  # what only a BsrMatrix may have
+    base = numbers = None  # attributes of a BsrMatrix that a Bsr24 never has
     __slots__ = ("compressed", "metadata")
 
     def __init__(self, compressed: LikeTensor, metadata: Tensor):
@@ -99,29 +104,28 @@ class Bsr24:
         return _made(W, values, places)
 
     def to_bsr(self) -> LikeTensor:
-        """A new BsrMatrix of the same numbers, with zeros inside of its blocks where nothing is stored."""
+        """A new BsrMatrix with the same numbers, zero at the positions that are not stored."""
         bm, bk = self.blocksize
         values = expand(self.values, unpack_blocks(self.metadata, bm, bk, self.dtype.itemsize))
         return _of_pattern(self.compressed, values, self.shape)
 
     def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Bsr24:
-        """The same matrix with 8-bit values and their scales, as BsrMatrix.quantize makes them; raises as it does."""
+        """Quantize to FP8 values with scales, like BsrMatrix.quantize, with its errors."""
         return self._with(self.compressed.quantize(dtype, per))
 
     def to_dense(self) -> Tensor:
-        """A new (M, K) or (L, M, K) tensor, with zeros where nothing is stored."""
+        """A new (M, K) or (L, M, K) tensor, zero at the positions that are not stored."""
         return self.to_bsr().to_dense()
 
     def to(self, *args, **kwargs) -> Bsr24:
-        """On another device, or with values of another dtype, by BsrMatrix.to; itself where nothing changes.
+        """Convert device or dtype like BsrMatrix.to, with its errors; returns self if nothing changes.
 
-        Metadata are shared where the device and their order stay: that of float8 is another. Raises as BsrMatrix.to
-        does.
+        Metadata is shared unless the device or its layout changes (FP8 has another layout).
         """
         return self._with(self.compressed.to(*args, **kwargs))
 
     def _with(self, compressed: LikeTensor) -> Bsr24:
-        """The same blocks with other values; itself where nothing changes."""
+        """The same blocks with other values; self if nothing changes."""
         if compressed is self.compressed:
             return self
         metadata = self.metadata.to(compressed.device)
@@ -131,28 +135,28 @@ class Bsr24:
         return Bsr24(compressed, metadata)
 
     def cuda(self, device: torch.device | int | None = None, non_blocking: bool = False) -> Bsr24:
-        """On a GPU, the current one unless told."""
+        """Copy to a GPU, by default the current one."""
         return self._with(self.compressed.cuda(device, non_blocking))
 
     def cpu(self) -> Bsr24:
-        """On the CPU."""
+        """Copy to the CPU."""
         return self.to("cpu")
 
     def check_indices(self) -> None:
-        """As BsrMatrix.check_indices; products call it before they first read this matrix."""
+        """Check the indices like BsrMatrix.check_indices; ops call it before they first read this matrix."""
         self.compressed.check_indices()
 
     def __matmul__(self, b: Tensor) -> Tensor:
-        """bsr_matmul(self, b); of a vector b (K,) the vector (M,)."""
+        """bsr_matmul(self, b); a vector b (K,) gives a vector (M,)."""
         return FUNCTIONS[torch.matmul](self, b)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        """TypeError: there is no transposed view, which x @ W would multiply."""
+        """Raise TypeError: x @ W would need a transposed view, which is not supported."""
         return FUNCTIONS[torch.matmul](x, self)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """torch.matmul(W, b) and torch.nn.functional.linear(x, W, bias); TypeError of any other function."""
+        """Implement torch.matmul(W, b) and torch.nn.functional.linear(x, W, bias); others raise TypeError."""
         if func not in FUNCTIONS:
             raise TypeError(f"{getattr(func, '__name__', func)} does not take a Bsr24; {WORKS}")
         return FUNCTIONS[func](*args, **(kwargs or {}))
@@ -165,12 +169,12 @@ class Bsr24:
 
     @property
     def blocksize(self) -> tuple[int, int]:
-        """(bm, bk), of the whole block."""
+        """(bm, bk) of the whole block."""
         return self.compressed.blocksize[0], KEPT * self.compressed.blocksize[1]
 
     @property
     def key(self) -> tuple:
-        """What an op's plan depends on, hashable."""
+        """Hashable key of the properties that an op's plan depends on."""
         return "2:4", *self.compressed.key
 
     @property
@@ -180,12 +184,12 @@ class Bsr24:
 
     @property
     def density(self) -> float:
-        """Stored blocks over all blocks; of a stored block half is stored."""
+        """Stored blocks over all blocks; half of each stored block is stored."""
         return self.compressed.density
 
     @property
     def nbytes(self) -> int:
-        """Of values, metadata, indices and scales."""
+        """Bytes of values, metadata, indices and scales."""
         tensors = self.values, self.metadata, self.crow_indices, self.col_indices, self.scales
         return sum(t.nbytes for t in tensors if t is not None)
 
@@ -199,7 +203,7 @@ class Bsr24:
         return self.compressed, self.metadata
 
     def __setstate__(self, state: tuple) -> None:
-        """Nothing vouches for what was stored: it is checked as the constructor does."""
+        """Restore a pickled matrix, checked like the constructor's arguments."""
         self.__init__(*state)
 
 
@@ -210,23 +214,23 @@ def _forward(name: str, text: str) -> property:
 for _name, _text in {
     "crow_indices": "(M / bm + 1,) or (L, M / bm + 1); see BsrMatrix.",
     "col_indices": "(nnz,) each block's column.",
-    "values": "(nnz, bm, bk / 2), or (L, nnz, bm, bk / 2) of a batch with one pattern.",
-    "stored": "What kernels read: the values.",
-    "scales": "Of float8 values: (1,), or one for each stored block; see BsrMatrix.",
-    "stored_scales": "What kernels read: the scales.",
-    "scaled_per": "What a scale is for; see BsrMatrix.",
-    "batch": "None, or in which form a batch is stored; see BsrMatrix.",
-    "nnz": "Stored blocks.",
+    "values": "(nnz, bm, bk / 2), or (L, nnz, bm, bk / 2) for a batch with one pattern.",
+    "stored": "The values, as kernels read them.",
+    "scales": "Scales of FP8 values: (1,), or one per stored block; see BsrMatrix.",
+    "stored_scales": "The scales, as kernels read them.",
+    "scaled_per": "The unit that has a scale; see BsrMatrix.",
+    "batch": "None, or the form in which a batch is stored; see BsrMatrix.",
+    "nnz": "Number of stored blocks.",
     "n_block_rows": "M / bm.",
     "n_block_cols": "K / bk.",
-    "dtype": "Of the values.",
-    "device": "Where all tensors are.",
-    "requires_grad": "Whether the values require a gradient, which products refuse.",
-    "check": "Whether operations check the indices before they first read this matrix.",
-    "checked": "Whether check_indices has passed.",
-    "even": "Whether all block rows are known to hold equally many blocks.",
-    "stats": "Of block columns that its rows need, where known.",
-    "plans": "What kernels must know of the pattern.",
+    "dtype": "Dtype of the values.",
+    "device": "Device of all tensors.",
+    "requires_grad": "True if the values require a gradient, which GEMMs refuse.",
+    "check": "True if ops check the indices before they first read this matrix.",
+    "checked": "True once check_indices has passed.",
+    "even": "True if all block rows are known to have equally many blocks.",
+    "stats": "Statistics of the block columns that its rows need, if known.",
+    "plans": "Facts of the pattern for kernels.",
 }.items():
     setattr(Bsr24, _name, _forward(_name, _text))
 
@@ -246,21 +250,21 @@ def check_blocks(name: str, bm: int, bk: int) -> None:
 
 
 def check_matrix(name: str, W) -> None:
-    """What a BsrMatrix must be to have a compressed form."""
+    """Raise unless W is a BsrMatrix with blocks that can be compressed."""
     if not isinstance(W, LikeTensor):
         raise TypeError(f"{name} must be a BsrMatrix, got {type(W).__name__}; see BsrMatrix.from_dense")
     check_blocks(name, *W.blocksize)
 
 
 def _made(W: LikeTensor, values: Tensor, places: Tensor) -> Bsr24:
-    """Of W's pattern."""
+    """A Bsr24 with W's pattern and scales."""
     shape = (*W.shape[:-1], W.shape[-1] // KEPT)
     return Bsr24(_of_pattern(W, values, shape), pack_blocks(places, values.dtype.itemsize))
 
 
 def _of_pattern(W: LikeTensor, values: Tensor, shape: tuple) -> LikeTensor:
-    """A matrix of the same pattern and scales with narrower or wider blocks. Its indices are copies: what is known of a
-    pattern is kept with its tensors, and depends on the blocks' sides."""
+    """A matrix with the same pattern and scales and with blocks of another width. Its indices are copies, since tables
+    derived from a pattern are cached with its tensors and depend on the block shape."""
     known = {"check": W.check, "checked": W.checked, "even": W.even, "stats": W.stats}
     return type(W)._make(W.crow_indices.clone(), W.col_indices.clone(), values, shape, **known, scales=W.scales)
 
@@ -271,10 +275,10 @@ def metadata_of_block(bm: int, bk: int) -> tuple[int, int, int]:
 
 
 def pack_blocks(places: Tensor, width: int) -> Tensor:
-    """(..., bk / 64, bm / 64, 128) int32 of the places (..., bm, bk / 4, 2) of stored elements of so many bytes."""
+    """Pack places (..., bm, bk / 4, 2) to (..., bk / 64, bm / 64, 128) int32. width: bytes of an element."""
     *outer, bm, groups, _ = places.shape
     spans, slabs, words = metadata_of_block(bm, groups * GROUP)
-    places = places.flatten(0, -3)  # of all blocks, one below the other
+    places = places.flatten(0, -3)  # all blocks stacked along rows
     packed = pack_metadata(places, width)[:spans, : len(places) // SLAB]
     return packed.unflatten(1, (-1, slabs)).transpose(0, 1).reshape(*outer, spans, slabs, words).contiguous()
 

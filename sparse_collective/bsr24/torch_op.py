@@ -1,5 +1,5 @@
-"""The products of a Bsr24 as torch.library knows them, for torch.compile and opcheck; see sparse_collective.torch_op,
-whose ops these are with metadata beside the values, and without gradients."""
+"""Registered ops for a Bsr24, for torch.compile and opcheck: those of sparse_collective.torch_op with metadata and
+without gradients."""
 
 from cute_kernels.checks import check_no_grad
 from cute_kernels.runtime import library
@@ -11,7 +11,7 @@ from ..eager import call
 from .matrix import Bsr24
 
 NAME = "sparse_collective::bsr24"
-# columns: those of the whole matrix, of which half are in `values`
+# columns: of the whole matrix; `values` has half of them
 INPUTS = (
     "str op, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check, Tensor metadata, "
     "Tensor b"

@@ -1,1 +1,1 @@
-"""Products with at most 16 columns, limited by the reading of W."""
+"""Block-sparse GEMM with at most 16 columns (GEMV and small batches), bound by reading W."""

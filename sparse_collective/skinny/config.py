@@ -7,18 +7,18 @@ from typing import ClassVar
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.tile.element import BITS_16
 
-LANES_K = 4  # lanes of a warp that share a row
-PAD = 4  # floats between the columns of a warp's sums, so that its lanes write to 32 banks
-# What a thread needs besides what `registers` counts, where B is loaded in vectors, and by element: with these none
-# spills, compiled for all architectures with every epilogue.
+LANES_K = 4  # lanes per row of W in a warp
+PAD = 4  # floats of padding per column of a warp's partial sums in shared memory: no bank conflicts
+# Registers that `registers` does not count, for a B loaded in vectors and by element: with these, no kernel spills on
+# any architecture with any epilogue.
 OTHER_REGISTERS = {"vectors": 28, "elements": 48}
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """`warps` warps each sum all of a tile, over pieces of K that are `stages` times 4 K-tiles.
+    """Each of `warps` warps accumulates the whole tile over its pieces of K, `stages` times 4 K-tiles each.
 
-    A K-tile is what a lane loads of a row at a time, 16 bytes or, of narrow blocks with a scale each, less.
+    A K-tile is the part of a row that a lane loads at a time: 16 bytes, or less for narrow blocks with a scale each.
     """
 
     family: ClassVar[str] = "skinny"
@@ -47,28 +47,29 @@ class SkinnyConfig:
 
 
 def loads_vectors(facts: GemmFacts) -> bool:
-    """Whether B is loaded as W is, and not element by element."""
+    """True if B is loaded in vectors like W, False if element by element."""
     return facts.majors[1] == "k" and facts.aligns[1] == facts.element.vector
 
 
 def span(facts: GemmFacts) -> int:
-    """How many K-tiles of a lane, one after another, are sure to lie in one block."""
+    """Number of consecutive K-tiles of a lane that always lie in one block."""
     steps, rest = divmod(facts.block.bk, LANES_K * facts.config.tile_k)
     return 1 if rest else math.gcd(steps, facts.config.stages)
 
 
 def lane_words(facts: GemmFacts) -> int:
-    """Registers of a K-tile: what a lane loads of a row at a time."""
+    """Registers of a K-tile, the part of a row that a lane loads at a time."""
     return facts.config.tile_k * facts.element.width // 4
 
 
 def converts_by_bits(facts: GemmFacts) -> bool:
-    """Whether 8-bit floats are converted by integer instructions that move them only, and are scaled in the end."""
+    """True if FP8 is converted by integer instructions that only move bits, and accumulators are rescaled at the
+    end."""
     return facts.dtype == "float8_e4m3fn" and facts.spec.capability < (8, 9)
 
 
 def registers(facts: GemmFacts) -> int:
-    """Registers of a thread: what it has loaded of W and B, its sums, all the rest."""
+    """Registers per thread: loaded parts of W and B, accumulators, and the rest."""
     cfg = facts.config
     mmas_m, mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
     loaded = (2 * mmas_m + mmas_n) * lane_words(facts) * cfg.stages
@@ -79,8 +80,8 @@ def registers(facts: GemmFacts) -> int:
 
 
 def float8_registers(facts: GemmFacts) -> int:
-    """Those that 8-bit floats need more, found by compiling: for a block's sums, and for each place that a block may
-    have in a piece its index and scale; for their conversion; for addresses where K-tiles are narrow and many."""
+    """Additional registers for FP8, found by compiling: partial sums of a block, an index and a scale per possible
+    block of a piece, conversion, and addresses of many narrow K-tiles."""
     cfg = facts.config
     mmas, places = cfg.tile_m // 16 * (cfg.tile_n // 8), cfg.stages // span(facts)
     needed = 4 * mmas + 2 * places if facts.block.scaled else 8

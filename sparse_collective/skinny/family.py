@@ -1,4 +1,4 @@
-"""Products with at most 16 columns: which configurations there are, what they ask, what they cost."""
+"""Kernels for at most 16 columns: configurations, legality, cost."""
 
 import math
 
@@ -13,22 +13,22 @@ from .. import catalogue
 from ..family import FEW_COLUMNS, BsrFamily, entry_of, values_bytes
 from .config import LANES_K, PAD, SkinnyConfig, converts_by_bits, loads_vectors, registers
 
-# What the kernel waits for before its first values arrive, and from one piece to a warp's next: estimates, in clocks.
+# Latency before the first values arrive, and from one piece of a warp to its next: estimates, in clocks.
 FILL, TURN = 700, 800
-FEED = 0.7  # of L2's rate, for plain loads: so that picks come out as measured
+FEED = 0.7  # share of L2's rate that plain loads reach, fitted to measurements
 
 
 def float8_candidates(block: BlockFacts, high: bool, element: Element) -> list[SkinnyConfig]:
-    """Those of 8-bit floats: 4 KB under way a warp. They take more registers, of which CTAs of four warps leave fewer
-    unused than those of eight do."""
+    """FP8 configurations: 4 KB in flight per warp. They need more registers, of which CTAs of four warps waste fewer
+    than CTAs of eight."""
     tile_k, shapes = element.vector, [(16, 8, 4), (16, 16, 4), *([(32, 16, 2)] if high else [])]
-    while block.scaled and block.bk % (LANES_K * tile_k):  # the lanes of a row are in one block
+    while block.scaled and block.bk % (LANES_K * tile_k):  # the lanes of a row must be in one block
         tile_k //= 2
     return [SkinnyConfig(m, n, stages * element.vector // tile_k, 4, tile_k) for m, n, stages in shapes]
 
 
 class Skinny(BsrFamily):
-    """Few columns, on both paths. No kernel comes as near to DRAM's rate."""
+    """GEMV and small-batch GEMM on both paths, the kernel closest to DRAM's rate."""
 
     name = "skinny"
     features = frozenset(("float8", "float8 output"))
@@ -38,12 +38,12 @@ class Skinny(BsrFamily):
     def candidates(
         self, path: str, block: BlockFacts, spec: ArchSpec, element: Element = BITS_16
     ) -> list[SkinnyConfig]:
-        """Up to 8 columns, and up to 16.
+        """Configurations for up to 8 columns and for up to 16.
 
-        A warp has 2 or 4 KB of W under way. 32 rows a strip ask L2 for half as much of B. Measured (us, 8192 squared,
-        12.5% of 128x128; 16384 squared, 25 % of 64x64) for 1 token: 4 warps with 4 KB each 11.4, 43.0; 8 warps with 2
-        KB 11.7, 42.6, with 4 KB 11.9, 42.1. For 16 tokens: 16 rows 13.5, 48.5; 32 rows 11.8, 49.1; 64x16 tiles by TMA
-        12.9, 45.5.
+        A warp has 2 or 4 KB of W in flight. Strips of 32 rows read half as much of B from L2. Measured (us, 8192
+        squared, 12.5% of 128x128; 16384 squared, 25 % of 64x64) for 1 token: 4 warps with 4 KB each 11.4, 43.0; 8 warps
+        with 2 KB 11.7, 42.6, with 4 KB 11.9, 42.1. For 16 tokens: 16 rows 13.5, 48.5; 32 rows 11.8, 49.1; 64x16 tiles
+        by TMA 12.9, 45.5.
         """
         high = block.bm % 32 == 0
         if element.width == 1:
@@ -51,12 +51,11 @@ class Skinny(BsrFamily):
         return [SkinnyConfig(16, 8, 4, 4), SkinnyConfig(16, 16, 2, 8), *([SkinnyConfig(32, 16, 2, 8)] if high else [])]
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """The longest of three, and the indices that come before the first values.
+        """Estimated clocks: the latency of the indices before the first values, plus the longest of three terms.
 
-        DRAM delivers W once. L2 delivers W to each column tile and item that it is multiplied with, and for every strip
-        of W as many rows of B as there are columns. And a warp waits for each piece before it asks for the next one.
-        With strips of 32 rows too few values are under way; for more columns than FEW_COLUMNS it is no match for other
-        kernels. What a column tile fetches before its first values arrive counts for each.
+        DRAM delivers W once. L2 delivers W to each column tile and batch index, and for each strip of W the rows of B.
+        A warp waits for each piece before it loads the next one. Strips of 32 rows have too few values in flight; above
+        FEW_COLUMNS columns other kernels are faster. The latency counts once per column tile.
         """
         extents, block = problem.extents, problem.block
         values, tiles_n = values_bytes(problem), -(-extents.N // config.tile_n)
@@ -70,35 +69,36 @@ class Skinny(BsrFamily):
         return resort + FILL * tiles_n + max(from_dram, from_l2 / (sms * l2_bytes_per_clock), turns * TURN)
 
     def unsupported(self, facts: GemmFacts) -> str:
-        """It needs no TMA; but on the sm_90 path, where TMA serves no operand, all of sm_80's kernels compete."""
+        """The reason why these facts are not supported. The kernel needs no TMA; but on the sm_90 path, operands that
+        TMA cannot read are left to the sm_80 kernels."""
         if reason := legality.general(facts) or (legality.tma_operands(facts) if facts.path == "sm_90" else ""):
             return reason
         cfg, spec = facts.config, facts.spec
         if reason := self._k_tile(facts):
             return reason
         if cfg.tile_m not in (16, 32) or cfg.tile_n not in (8, 16):
-            return f"tile {cfg}: few columns take 16 or 32 rows by 8 or 16 columns"
+            return f"tile {cfg}: must have 16 or 32 rows and 8 or 16 columns"
         if facts.block.permuted:
-            return "a transposed view: this kernel reads blocks that are contiguous along K"
+            return "a transposed view: this kernel requires blocks that are contiguous along K"
         if facts.block.bm % cfg.tile_m:
-            return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: a strip lies in one block"
+            return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: a strip must lie in one block"
         if facts.ordered:
-            return "an order of work tiles: the kernel for few columns takes block rows as they come"
+            return "an order of work tiles: the kernel for small batches does not support it"
         if cfg.warps > 32:
-            return f"{cfg.warps} warps; a block of threads has at most 32"
+            return f"{cfg.warps} warps; a CTA has at most 32"
         most, needed = min(255, 65_536 // (32 * cfg.warps)), registers(facts)
         if needed > most:
-            return f"{needed} registers a thread, of {most}"
+            return f"{needed} registers per thread exceed {most}"
         needed = (cfg.tile_m + PAD) * cfg.tile_n * cfg.warps * 4
         return f"{needed} bytes of shared memory; {spec.name} has {spec.smem}" if needed > spec.smem else ""
 
     def _k_tile(self, facts: GemmFacts) -> str:
-        """What is asked of a lane's part of a row."""
+        """The reason why a lane's part of a row is not supported, or an empty string."""
         cfg, width, block = facts.config, facts.element.width, facts.block
         if width > 2:
-            return f"operands of {facts.dtype}: this kernel multiplies those of 16 bits, and of 8 bits as such"
+            return f"operands of {facts.dtype}: this kernel supports 16-bit and FP8 operands"
         if width * cfg.tile_k not in ((4, 8, 16) if width == 1 else (16,)):
-            return f"K-tiles of {cfg.tile_k}: a lane loads 16 bytes, or of 8-bit floats 8 or 4"
+            return f"K-tiles of {cfg.tile_k}: a lane loads 16 bytes, or 8 or 4 for FP8"
         if width == 1 and not loads_vectors(facts):
             return f"operands of {facts.dtype}: rows of B must be contiguous along K, and multiples of 16 bytes"
         if block.scaled and block.bk % (LANES_K * cfg.tile_k):

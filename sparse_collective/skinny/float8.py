@@ -1,16 +1,16 @@
-"""Few columns of 8-bit floats: they are loaded as they are, and multiplied as fp16 numbers.
+"""FP8 GEMV and small-batch GEMM: operands are loaded as FP8 and multiplied as FP16.
 
-fp16 holds every e4m3 and e5m2 number, a product of two has at most 8 bits of mantissa, and mma.sync of fp16 sums in
-fp32: so there is nothing to promote. It is there on all architectures, where Hopper's mma.sync has no 8-bit floats.
+FP16 represents every E4M3 and E5M2 number, the product of two has at most 8 bits of mantissa, and FP16 mma.sync
+accumulates in FP32, so no promotion is needed. FP16 mma.sync exists on all architectures; Hopper's has no FP8 form.
 
     lane (g, t)     W rows g and g + 8, k 16 t .. 16 t + 15, and B column g: four words each
     MMA w           word w of all t: two of its four k are the first half of an MMA's 16, two the second
 
-Which two is for the conversion to choose, as long as W and B are converted alike.
+The conversion may choose which two, since W and B are converted alike.
 
-A scale for each stored block multiplies the sum of those MMAs of a piece that are of one block: four FFMAs for each
-fragment of accumulators. For that the four lanes of a row must be in one block, so of blocks that are no multiple of 64
-wide a lane loads 8 or 4 bytes at a time in the place of 16.
+A scale per stored block multiplies the partial sum of a piece's MMAs in that block: four FFMAs per accumulator
+fragment. The four lanes of a row must then be in one block, so for blocks whose width is not a multiple of 64 a lane
+loads 8 or 4 bytes at a time instead of 16.
 """
 
 import cutlass
@@ -27,12 +27,12 @@ from .kernel import SkinnyKernel
 
 
 class Float8SkinnyKernel(SkinnyKernel):
-    """SkinnyKernel of operands of 8-bit floats."""
+    """SkinnyKernel with FP8 operands."""
 
     def __init__(self, facts: GemmFacts):
         super().__init__(facts)
         self.by_bits, self.scaled = converts_by_bits(facts), facts.block.scaled
-        self.together = self.span if self.scaled else self.cfg.stages  # K-tiles of a lane whose sum has one factor
+        self.together = self.span if self.scaled else self.cfg.stages  # K-tiles of a lane with one scale
 
     def loaded(self) -> tuple:
         rows, stages = 2 * self.mmas_m, self.cfg.stages
@@ -46,7 +46,7 @@ class Float8SkinnyKernel(SkinnyKernel):
 
     @cute.jit
     def multiply_piece(self, k_tiles, piece: Int32, rA: cute.Tensor, rB: cute.Tensor, acc: cute.Tensor):
-        """Add the products of what is loaded, times the scales of their blocks, to acc (MMA, MMA_M, MMA_N)."""
+        """Multiply the loaded piece and accumulate it, times its blocks' scales, in acc (MMA, MMA_M, MMA_N)."""
         for first in range_constexpr(0, self.cfg.stages, self.together):
             if const_expr(self.scaled):
                 scale = self.scale(k_tiles, self.number(piece, Int32(0), first))
@@ -60,7 +60,7 @@ class Float8SkinnyKernel(SkinnyKernel):
 
     @cute.jit
     def multiply_stages(self, first: cutlass.Constexpr, rA: cute.Tensor, rB: cute.Tensor, acc: cute.Tensor):
-        """Add the products of the K-tiles that belong together, from `first` on."""
+        """Multiply and accumulate the K-tiles with one scale, from `first` on."""
         atom = cute.make_mma_atom(mma_op(Float16))
         for s in range_constexpr(first, first + self.together):
             for w in range_constexpr(self.words):
@@ -77,13 +77,13 @@ class Float8SkinnyKernel(SkinnyKernel):
         return float8_to_fp16(word, self.facts.dtype, self.by_bits)
 
     def scale(self, k_tiles, i: Int32) -> Float32:
-        """That of K-tile i's block; past the row's end 0, as the values are."""
+        """The scale of K-tile i's block; 0 past the row's end, like the values."""
         scale = k_tiles.scale(i)
         return scale if self.whole else Float32(select_(i < k_tiles.count, scale, Float32(0.0)))
 
     @cute.jit
     def keep(self, acc: cute.Tensor, sSum: cute.Tensor):
-        """Write a warp's sums to shared memory."""
+        """Write a warp's partial sums to shared memory."""
         if const_expr(self.by_bits):
             for v in range_constexpr(cute.size(acc)):
                 acc[v] = acc[v] * BY_BITS_SCALE**-2

@@ -1,29 +1,28 @@
-"""Few columns: W times one to sixteen of them is a walk through W's stored values, limited by device memory alone.
+"""GEMV and small-batch GEMM: W times one to sixteen columns streams W's stored values, bound by device memory.
 
-A CTA owns a strip of `tile_m` rows of a block row, and all columns of a column tile. Side by side, the strip's parts of
-its stored blocks are one matrix of tile_m rows. Its warps take turns at it, and add up their sums in the end:
+A CTA owns a strip of `tile_m` rows of a block row, and all columns of a column tile. Concatenated, the strip's parts of
+its stored blocks form one matrix of tile_m rows. Its warps process pieces of it round-robin and reduce at the end:
 
     warp w    pieces w, w + warps, ...  of 32 x stages columns: load W, load B, multiply, all in registers
-    threads   the sums of all warps, in the order of the warps, through the epilogue; one element a thread
+    threads   sum of all warps' partial sums, in warp order, then the epilogue; one element per thread
 
-In which order an MMA sums over k is free, as long as A and B agree. So no operand passes through shared memory: a lane
-loads eight neighbouring k of its row of W, 16 bytes, and they are its part of two MMAs; the same eight k of its column
-of B are its part of their other operand.
+The order of k inside an MMA is free as long as A and B agree. So no operand passes through shared memory: a lane loads
+eight consecutive k of its row of W, 16 bytes, which are its part of two MMAs; the same eight k of its column of B are
+its part of their other operand.
 
     lane (g, t) = (lane / 4, lane % 4)     W rows g and g + 8, columns 8 t .. 8 t + 7, and B column g
     first MMA   k 8 t .. 8 t + 3 of all t;     second MMA   k 8 t + 4 .. 8 t + 7
 
-(Of 8-bit floats they are 16, of four MMAs; see float8.py.) Those k are the K-tile that the source is asked for: a block
-is a multiple of it wide, so none reaches into a second block, and a warp's 32 columns may lie in one block or in two.
-Where W's values lie depends on no index: the first ones are under way while the indices are fetched. Then, for each
-piece:
+(FP8 has 16 k of four MMAs; see float8.py.) These k are the K-tile that the source returns. Block widths are multiples
+of it, so a K-tile never spans two blocks, and a warp's 32 columns lie in one block or two. The addresses of W's values
+do not depend on indices, so the first loads of W are in flight while the indices are fetched. Then, for each piece:
 
-    load B       wherever the index says
+    load B       at the block column of the index
     next index   of the warp's next piece
-    multiply     and at once load W's next piece into the registers that are free now
+    multiply     and load W's next piece into the registers that become free
 
-What keeps memory busy is the number of warps: 32 on an SM with 2 KB each under way, where the rate of DRAM times its
-latency is some 30 KB. So W is not loaded further ahead, and the registers are few enough for that many warps.
+Memory is kept busy by the number of warps: 32 per SM with 2 KB in flight each, where DRAM's rate times its latency is
+some 30 KB. So W is not prefetched further, and registers are few enough for that many warps.
 """
 
 import cuda.bindings.driver as cuda
@@ -92,7 +91,7 @@ class SkinnyKernel:
         max_ctas: None,
         stream: cuda.CUstream,
     ):
-        """Column tiles and items of one strip are neighbours, so that its values are in L2 for all but the first."""
+        """Launch. CTAs of one strip's column tiles and batch indices are adjacent, so all but the first hit L2."""
         tiles_n = cute.ceil_div(mD.shape[1], self.cfg.tile_n)
         per_strip = tiles_n * mD.shape[3]
         self.kernel(mA, mB, mD, source, args, tiles_n, per_strip).launch(
@@ -139,10 +138,10 @@ class SkinnyKernel:
 
     @cute.jit
     def decode(self, tiles_n: Int32, per_strip: Int32):
-        """(m, n, l) of this CTA; by instructions of its own in each place where it is asked for."""
+        """(m, n, l) of this CTA, computed anew at each use to save registers."""
         index = opaque(cute.arch.block_idx()[0])
         m, n, l = index & NOT_NEGATIVE, Int32(0), Int32(0)
-        if per_strip > 1:  # a division takes a while
+        if per_strip > 1:  # skips the division otherwise
             index = m
             m = index // per_strip
             rest = index - m * per_strip
@@ -192,21 +191,21 @@ class SkinnyKernel:
                     self.load_piece(k_tiles, following, t, mA, a_lane, rA)
 
     def loaded(self) -> tuple:
-        """Registers of what a lane loads of W and B for a piece."""
+        """Registers for a lane's parts of W and B of a piece."""
         shape_a, shape_b = (4, self.mmas_m, 2, self.cfg.stages), (2, self.mmas_n, 2, self.cfg.stages)
         return cute.make_rmem_tensor(shape_a, Int32), cute.make_rmem_tensor(shape_b, Int32)
 
     def place_a(self, row: int, w: int) -> tuple:
-        """Where word w of W's row g + 8 row goes, of a stage."""
+        """Register index, in a stage, of word w of W's row g + 8 row."""
         return a_register(row, w)
 
     def place_b(self, j: int, w: int) -> tuple:
-        """Where word w of B's column g + 8 j goes, of a stage."""
+        """Register index, in a stage, of word w of B's column g + 8 j."""
         return b_register(j, w)
 
     @cute.jit
     def multiply_piece(self, k_tiles, piece: Int32, rA: cute.Tensor, rB: cute.Tensor, acc: cute.Tensor):
-        """Add the products of what is loaded to acc (MMA, MMA_M, MMA_N)."""
+        """Multiply the loaded piece and accumulate it in acc (MMA, MMA_M, MMA_N)."""
         atom = cute.make_mma_atom(mma_op(self.dtype))
         tA, tB = cute.recast_tensor(rA, self.dtype), cute.recast_tensor(rB, self.dtype)
         for s in range_constexpr(self.cfg.stages):
@@ -215,31 +214,31 @@ class SkinnyKernel:
 
     @cute.jit
     def load_piece(self, k_tiles, piece: Int32, t: Int32, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
-        """A lane's part of W of a piece."""
+        """Load a lane's part of W of a piece."""
         for s in range_constexpr(0, self.cfg.stages, self.span):
             self.load_a(k_tiles, self.number(piece, t, s), s, mA, a_lane, rA)
 
     def number(self, piece, t, s: int):
-        """The number of a lane's K-tile s of a piece; where lanes are together in a block, of the first lane's."""
+        """Index of a lane's K-tile s of a piece; of the first lane's if the lanes share a block."""
         return ((piece & NOT_NEGATIVE) * self.piece + s * LANES_K + t) & NOT_NEGATIVE
 
     def k_tile(self, k_tiles, i):
-        """A K-tile; past the row's last one that again, so that nothing is read out of range."""
+        """K-tile i, clamped to the row's last one, so that nothing is read out of range."""
         return k_tiles.at(i if self.whole else cutlass.min(i, k_tiles.count - 1) & NOT_NEGATIVE)
 
     def valid(self, k_tiles, i):
-        """Whether a K-tile exists; None where all do."""
+        """True if K-tile i exists; None if all do."""
         return None if self.whole else i < k_tiles.count
 
     @cute.jit
     def fetch(self, k_tiles, piece: Int32, t: Int32, rCol: cute.Tensor):
-        """The block columns of a lane's K-tiles of a piece."""
+        """Load the block columns of a lane's K-tiles of a piece."""
         for s in range_constexpr(0, self.cfg.stages, self.span):
             rCol[s] = self.k_tile(k_tiles, self.number(piece, t, s)).b[1]
 
     @cute.jit
     def load_a(self, k_tiles, i: Int32, first: cutlass.Constexpr, mA: cute.Tensor, a_lane: Int64, rA: cute.Tensor):
-        """A lane's vectors of W from K-tile i on, as many as are sure to lie in one block."""
+        """Load a lane's vectors of W from K-tile i on, as many as always lie in one block."""
         _, k, block = self.k_tile(k_tiles, i).a
         at = a_lane + Int64(block) * (mA.stride[2] * self.width) + k * (self.cfg.tile_k * self.width)
         for s in range_constexpr(first, first + self.span):
@@ -260,7 +259,7 @@ class SkinnyKernel:
         rCol: cute.Tensor,
         rB: cute.Tensor,
     ):
-        """The same k of a lane's columns of B."""
+        """Load the same k of a lane's columns of B."""
         k, _ = self.k_tile(k_tiles, i).b
         step = mB.stride[1] * self.width
         for j in range_constexpr(self.mmas_n):
@@ -279,7 +278,7 @@ class SkinnyKernel:
 
     @cute.jit
     def keep(self, acc: cute.Tensor, sSum: cute.Tensor):
-        """Write a warp's sums to its (M, N) of shared memory."""
+        """Write a warp's partial sums to its (M, N) in shared memory."""
         lane = cute.arch.lane_idx()
         g, t = lane >> 2, lane & 3
         for j in range_constexpr(self.mmas_n):
@@ -289,7 +288,8 @@ class SkinnyKernel:
 
     @cute.jit
     def store(self, sSum: cute.Tensor, args: EpilogueArgs, mD: cute.Tensor, tile: tuple, k_tiles):
-        """Add up the sums of all warps, and store them through the epilogue: neighbours along D's contiguous mode."""
+        """Reduce the partial sums of all warps and store them through the epilogue, consecutive along D's contiguous
+        mode."""
         cfg = self.cfg
         n, l = tile
         rest_m, n, row = k_tiles.out(n)
