@@ -37,7 +37,7 @@ SECTIONS = {  # table -> (suite, regular expression for the start of a row's nam
     "block-sparse": ("block-sparse", r"bsr_\w+ \d+x\d+, 0\.(125|216)(, sm_80 path)?$"),
     "patterns": ("block-sparse", r"bsr_\w+ .*(scattered|skewed|banded|local and global)"),
     "density": ("block-sparse", r"bsr_matmul \d+x\d+, (?!0\.125|0\.216)[\d.]+$"),
-    "few tokens": ("block-sparse", r".*tokens"),
+    "small M": ("block-sparse", r".*tokens"),
     "experts": ("block-sparse", r"bsr_grouped"),
     "attention": ("attention", r"forward|window|sm_80 path"),
     "small attention": ("attention", r"small"),
