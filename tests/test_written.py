@@ -118,7 +118,8 @@ def test_all_ops_that_write_are_walked():
     for package in (cute_kernels, sparse_collective, attention_package):
         for name in package.__all__:
             op = getattr(package, name)
-            if inspect.isfunction(op) and "out" in inspect.signature(op).parameters:
+            reads_out = op is attention_package.attention_backward  # its `out` is the output of the forward call
+            if inspect.isfunction(op) and "out" in inspect.signature(op).parameters and not reads_out:
                 assert op in found, name
 
 
