@@ -1,1 +1,1 @@
-"""The kernels inside of other libraries. Each module here needs the library whose name it has."""
+"""Integrations of the attention kernels with other libraries. Each module requires the library it is named after."""

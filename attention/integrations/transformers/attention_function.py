@@ -1,4 +1,4 @@
-"""The attention function that transformers' layers call."""
+"""The attention function called by transformers' layers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .block_masks import ATTRIBUTE
 from .masks import Mask
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
-SELECTED = f"attention to selected keys is not supported; {ELSE}"
+SELECTED = f"sparse attention to selected keys is not supported; {ELSE}"
 PAGED = 'paged caches of continuous batching are not supported; use generate() or attn_implementation="sdpa"'
-# Keywords that would change the result, and why they are refused. Flags may be False.
+# Keywords that would change the result, and the reason why they are not supported. Flags may be False.
 REFUSED = {
     "head_mask": f"head masks are not supported; {ELSE}",
     "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
@@ -30,8 +30,8 @@ REFUSED = {
     "block_indices": SELECTED,  # MiniMax-M3: its indexer's blocks
     "sinks": f"attention sinks that depend on the query are not supported; {ELSE}",  # Inkling-2
 }
-# Keywords that change no implementation's result, or that say what the mask says already: models pass on what their
-# forward() got, so that these are mostly inputs of other layers. Every keyword that is in neither table is refused.
+# Keywords that affect no implementation's result, or that repeat information of the mask: models forward their
+# forward() arguments, so these are mostly inputs of other layers. Keywords in neither table raise ValueError.
 HARMLESS = frozenset(
     """
     cache_params cache_position image_grid_thw image_sizes input_features input_ids inputs_embeds
@@ -41,7 +41,7 @@ HARMLESS = frozenset(
     video_grid_thw
     """.split()
 )
-# Layers that add no mask to their own one if it is a BlockMask, as `Mask` is by name.
+# Layers that do not add the mask to their own one if it is a BlockMask, which `Mask` subclasses.
 DROPPING = ("DogeAttention",)
 
 
@@ -69,30 +69,30 @@ def attend(
     Args:
         query: (B, H, Sq, D) bfloat16 or float16; on the CPU also float32 and float64.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), H a multiple of Hkv.
-        attention_mask: what `make_mask` made; FlexAttention's BlockMask; a bool tensor (B or 1, H or 1, Sq, Sk), True
-            where a score takes part; a float tensor (B or 1, H or 1, Sq or 1, Sk), added to the scores, with a gradient
-            if it requires one; or None: causal where `is_causal`, or else the module's attribute of that name, says so.
+        attention_mask: the result of `make_mask`; FlexAttention's BlockMask; a bool tensor (B or 1, H or 1, Sq, Sk),
+            True where a score is unmasked; a float tensor (B or 1, H or 1, Sq or 1, Sk), added to the scores,
+            differentiable; or None: causal if `is_causal`, or else the module's attribute of that name, is True.
         dropout: must be 0: set attention_dropout to 0 in the config for training.
-        scaling, softcap: of the scores; 1 / sqrt(D) and none by default.
-        sliding_window: not read where there is a mask, which has the window.
-        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), of sequences packed along the flattened batch, as for flash
-            attention; then the mask says only whether it is causal, and its window.
-        s_aux: (H,), attention sinks, as gpt-oss has them.
-        position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as T5's; it gets a gradient.
-        score_mod: FlexAttention's function of (score, b, h, q, kv), beside which there is no position_bias.
-        deterministic: True for a gradient of query that is bitwise identical on every run; None: as torch is set.
+        scaling, softcap: scale and softcap of the scores; 1 / sqrt(D) and none by default.
+        sliding_window: ignored with a mask, which includes the window.
+        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), cumulative lengths of sequences packed along the flattened
+            batch, as for flash attention; the mask then only determines causality and the window.
+        s_aux: (H,), attention sinks, as in gpt-oss.
+        position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as in T5; differentiable.
+        score_mod: FlexAttention's function of (score, b, h, q, kv); excludes position_bias.
+        deterministic: True for a gradient of query that is bitwise identical on every run; None: torch's setting.
         kwargs: None, or one of HARMLESS.
 
-    Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU a D or Dv that no kernel has
-    (MiniLM's 32, 80) is padded with zeros to the next of 64, 96, 128, 192, 256 and 512, at each call: query, key and
-    value are copied, in decoding the whole cache, and the kernel does the work of the larger one.
+    Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU an unsupported D or Dv (MiniLM's
+    32, 80) is zero-padded to the next of 64, 96, 128, 192, 256 and 512 at each call: query, key and value are copied,
+    in decode the whole cache, and the kernel computes the padded dimension.
 
     Returns:
-        ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Rows that see nothing are 0.
+        ((B, Sq, H, Dv) of query's dtype, None): no attention weights. Fully masked rows are 0.
 
     Raises:
-        ValueError, TypeError: for what no kernel does, with what to use: dropout, attention weights, paged caches, and
-            every keyword that is not known to be harmless; and for what the ops refuse.
+        ValueError, TypeError: for unsupported arguments, with an alternative: dropout, attention weights, paged caches,
+            and every keyword that is not known to be harmless; and for errors of the ops.
     """
     _refuse(module, dropout, kwargs)
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:  # Inkling's keys, after a convolution
@@ -105,11 +105,13 @@ def attend(
             raise ValueError(f"{type(module).__name__}: the layer drops the causal mask of this implementation; {ELSE}")
         bias = _added(attention_mask, position_bias, query, key)
         if cu_seq_lens_q is not None:
-            raise ValueError("cu_seq_lens and a mask that is added to the scores exclude each other; pass no mask")
-        attention_mask, sliding_window, is_causal = None, None, False  # the mask has them
+            raise ValueError("a float attention_mask is not supported with cu_seq_lens; pass attention_mask=None")
+        attention_mask, sliding_window, is_causal = None, None, False  # included in the mask
     if bias is not None:
         if score_mod is not None:
-            raise ValueError("a position_bias or float attention_mask and score_mod exclude each other; add it there")
+            raise ValueError(
+                "a position_bias or float attention_mask is not supported with score_mod; add the bias in score_mod"
+            )
         score_mod = score_mods.Bias(bias)
     if score_mod is not None:
         options["score_mod"] = score_mod
@@ -118,7 +120,7 @@ def attend(
     operands = autocast(query, key, value)
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise ValueError("give both cu_seq_lens_q and cu_seq_lens_k, or neither")
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given or both be None")
     out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
@@ -127,29 +129,33 @@ def attend(
 
 
 def _attend(module: nn.Module, q, k, v, mask, packed, sliding_window, is_causal, options: dict) -> Tensor:
-    """(B, H, Sq, Dv), by the way that the mask says."""
+    """(B, H, Sq, Dv), dispatched on the kind of mask."""
     blocks = getattr(module, ATTRIBUTE, None)
     if packed is not None:
         if blocks is not None:
-            raise ValueError("a block mask (set_block_mask) and cu_seq_lens exclude each other")
+            raise ValueError(
+                "a block mask (set_block_mask) is not supported with cu_seq_lens; call set_block_mask(model, None)"
+            )
         return _packed(q, k, v, packed, _bounds(module, mask, is_causal), options)
     if isinstance(mask, Mask):
         return _masked(q, k, v, mask.to(q.device), blocks, options)
     if blocks is not None:
-        raise ValueError("a block mask (set_block_mask) needs the model's own mask, which was replaced or is not made")
+        raise ValueError(
+            "a block mask (set_block_mask) requires the model's own mask, which was replaced or not created"
+        )
     if mask is None:
         return _unmasked(module, q, k, v, sliding_window, is_causal, options)
     return block_sparse_attention(q, k, v, _block_mask(mask, k), **options)
 
 
 def _added(mask: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """(B or 1, H or 1, Sq or 1, Sk): the mask, and the position bias, if there is one."""
+    """(B or 1, H or 1, Sq or 1, Sk): the mask plus the position bias, unless it is None."""
     mask = mask[..., : key.shape[2]]
-    wanted = *query.shape[:3], key.shape[2]
-    if mask.dim() != 4 or any(have not in (1, want) for have, want in zip(mask.shape, wanted, strict=True)):
+    expected = *query.shape[:3], key.shape[2]
+    if mask.dim() != 4 or any(n not in (1, extent) for n, extent in zip(mask.shape, expected, strict=True)):
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, which does not broadcast to {wanted}: (batch, heads, "
-            f"queries, keys); {ELSE} for layers that add keys to those of the mask"
+            f"attention_mask must broadcast to (batch, heads, queries, keys) = {expected}, got shape "
+            f"{tuple(mask.shape)}; {ELSE} for layers that append keys to those of the mask"
         )
     return mask if bias is None else mask + bias
 
@@ -157,7 +163,7 @@ def _added(mask: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> Ten
 def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
     if dropout:
         raise ValueError(
-            f"dropout of attention weights is {dropout}; no kernel has it. Set the config's attention dropout to 0 "
+            f"dropout of attention weights must be 0, got {dropout}. Set the config's attention dropout to 0 "
             '(attention_dropout, attention_probs_dropout_prob), call model.eval(), or use attn_implementation="sdpa"'
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
@@ -165,23 +171,23 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict) -> None:
     for name, value in kwargs.items():
         if value is None or name in HARMLESS or (value is False and name in REFUSED):
             continue
-        why = REFUSED.get(name, f"the attention keyword {name!r} is not known, and may change the result; {ELSE}")
-        raise ValueError(f"{type(module).__name__}: {why}")
+        reason = REFUSED.get(name, f"the attention keyword {name!r} is unknown and may change the result; {ELSE}")
+        raise ValueError(f"{type(module).__name__}: {reason}")
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
-    """Under a mask of make_mask, and the user's block mask."""
-    (rows, columns), have = mask.lengths, (q.shape[2], k.shape[2])
-    if have != mask.lengths or mask.batch not in (1, q.shape[0]):
+    """Attention under a mask of make_mask, and the user's block mask."""
+    (rows, columns), lengths = mask.lengths, (q.shape[2], k.shape[2])
+    if lengths != mask.lengths or mask.batch not in (1, q.shape[0]):
         raise ValueError(
-            f"the mask was made for {mask.batch} items of lengths {mask.lengths}, the layer has {q.shape[0]} of {have}"
-            f"; {ELSE} for layers that add keys to those of the mask"
+            f"the mask must have the batch size {q.shape[0]} and lengths {lengths} of the layer, got {mask.batch} and "
+            f"{mask.lengths}; {ELSE} for layers that append keys to those of the mask"
         )
     last = mask.shift + rows  # the column after the last row's
     if blocks is not None:
         return _within(q, k, v, mask, blocks, options)
-    short = not watched(q, k, v)  # what the decoding kernel computes
-    if mask.begin is not None and short:
+    decodes = not watched(q, k, v)  # the decode kernel has no backward
+    if mask.begin is not None and decodes:
         return attention(q, k, v, window_size=(mask.kind.left, 0), seqused_k=mask.spans_k(q.shape[0]), **options)
     if not mask.is_band():
         return block_sparse_attention(q, k, v, mask.block_mask(), **options)
@@ -194,8 +200,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
         if right != 0:
             return block_sparse_attention(q, k, v, mask.block_mask(), **options)
         return attention(q, k, v, window_size=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
-    if last < columns and right == 0:  # a static cache, not full yet
-        if rows == 1 and short:  # the same kernel, and under torch.compile the same graph, at each step
+    if last < columns and right == 0:  # a static cache that is not full yet
+        if rows == 1 and decodes:  # the same kernel, and under torch.compile the same graph, at each step
             return attention(q, k, v, window_size=(left, 0), seqused_k=mask.seqused_k(q.shape[0]), **options)
         k, v, columns = k[:, :, :last], v[:, :, :last], last
     if last != columns:
@@ -204,23 +210,24 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
 
 
 def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) -> Tensor:
-    """Under both masks."""
+    """Attention under both masks."""
     rows, columns = mask.lengths
     if mask.skipped:
         raise ValueError(
-            "a block mask (set_block_mask) needs the whole sequence, and this layer's cache keeps a window; generate "
-            "with a cache of all tokens: DynamicCache() without the model's config"
+            "a block mask (set_block_mask) requires a cache of the whole sequence, got one of a sliding window; "
+            "generate with DynamicCache() without the model's config"
         )
     last = mask.shift + rows
     if not isinstance(last, int):
         raise ValueError(
-            "a block mask (set_block_mask) needs to know how full the cache is, and a static cache keeps that on the "
-            "device; generate with a dynamic cache"
+            "a block mask (set_block_mask) requires the cache's length on the host, and a static cache keeps it on "
+            "the device; generate with a dynamic cache"
         )
     if last < columns:
         if mask.kind is None or mask.kind.right != 0 or mask.padding is not None:
             raise ValueError(
-                "a block mask (set_block_mask) takes a static cache in causal prefill without padding only"
+                "a block mask (set_block_mask) supports a static cache only in causal prefill without padding; "
+                "generate with a dynamic cache"
             )
         k, v = k[:, :, :last], v[:, :, :last]
         mask = mask.up_to(last)
@@ -228,7 +235,7 @@ def _within(q: Tensor, k: Tensor, v: Tensor, mask: Mask, blocks, options: dict) 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple, bounds: tuple, options: dict) -> Tensor:
-    """Sequences packed along the flattened batch."""
+    """Attention of sequences packed along the flattened batch."""
     (batch, _, rows, _), flat = q.shape, (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     cu_q, cu_k = (t.to(device=q.device, dtype=torch.int32) for t in cu_seqlens)
     out = attention(*flat, window_size=bounds, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
@@ -241,25 +248,25 @@ def _bounds(module: nn.Module, mask, is_causal: bool | None) -> tuple[int | None
         return mask.kind.left, mask.kind.right
     if mask is not None:
         raise ValueError(
-            "cu_seq_lens say which sequences are packed; beside them there can be no padding and no mask but a causal "
-            "one, a window, or none"
+            "with cu_seq_lens attention_mask must be a causal mask or a window without padding, or None, got another "
+            "mask; pass attention_mask=None"
         )
     return None, 0 if _is_causal(module, is_causal) else None
 
 
 def _unmasked(module: nn.Module, q, k, v, sliding_window, is_causal, options: dict) -> Tensor:
-    """Of models that make no mask."""
+    """Attention of models that create no mask."""
     rows, columns = q.shape[2], k.shape[2]
     if sliding_window is not None and sliding_window < columns:
         raise ValueError(
-            f"{type(module).__name__} has a sliding_window of {sliding_window} and no mask; the mask of a window comes "
-            "from transformers.masking_utils.create_sliding_window_causal_mask, or the bidirectional one"
+            f"{type(module).__name__} requires a mask for its sliding_window of {sliding_window}, got None; create it "
+            "with transformers.masking_utils.create_sliding_window_causal_mask, or the bidirectional one"
         )
     causal = rows > 1 and _is_causal(module, is_causal)
     if causal and rows != columns:
         raise ValueError(
-            f"{type(module).__name__} is causal and gives no mask: {rows} queries and {columns} keys do not say where "
-            "the queries are; make the mask with transformers.masking_utils.create_causal_mask"
+            f"{type(module).__name__} is causal and requires a mask if queries and keys differ in length, got {rows} "
+            f"and {columns}; create it with transformers.masking_utils.create_causal_mask"
         )
     return attention(q, k, v, causal=causal, out=_transposed(q, k, v, options), **options)
 
@@ -269,21 +276,21 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _block_mask(mask, key: Tensor):
-    """A mask that the user, or the model itself, made."""
+    """Convert a mask that the user, or the model itself, created."""
     if isinstance(mask, FlexBlockMask):
         return mask
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         raise TypeError(f"attention_mask must be a 4-D tensor or a BlockMask here, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"attention_mask is {mask.dtype}; it must be bool, True where a score takes part, or floating-point, added "
-            "to the scores; pass attention_mask.bool()"
+            f"attention_mask must be bool, True where a score is unmasked, or floating-point, added to the scores, got "
+            f"{mask.dtype}; pass attention_mask.bool()"
         )
     return ElementTensor(mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask)
 
 
 def _transposed(q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor | None:
-    """Where an op without gradient writes its (B, H, Sq, Dv), so that (B, Sq, H, Dv) is contiguous."""
+    """An output (B, H, Sq, Dv) for ops without gradient, with (B, Sq, H, Dv) contiguous; None if not applicable."""
     batch, heads, rows, _ = q.shape
     if (
         is_compiling()

@@ -1,7 +1,7 @@
-"""Which of transformers' mask functions are a band: causal, a window, and either in packed sequences.
+"""Recognition of transformers' mask functions that are bands: causal, a window, and either in packed sequences.
 
-They are closures of closures, known by their code, and what they hold is read from their cells. A function that is not
-known, or no longer, is traced by torch instead (masks.py), which computes the same and costs more.
+They are nested closures, identified by their code objects; their parameters are read from the cells. An unknown
+function is traced by torch instead (masks.py), which computes the same at a higher cost.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from transformers import masking_utils
 
 @dataclass(frozen=True)
 class Kind:
-    """What a mask function computes: the columns from `left` before the row's position to `right` after it, None
-    without bound, in the row's own sequence where `sequences` (B, S) numbers those."""
+    """The band of a mask function: columns from `left` before the row's position to `right` after it, None if
+    unbounded, within the row's own sequence if `sequences` (B, S) contains sequence ids."""
 
     left: int | None = None
     right: int | None = None
     sequences: Tensor | None = None
-    restarts: bool = False  # positions are those in a sequence; the same, as differences, if sequences are kept apart
+    restarts: bool = False  # positions restart in each sequence; differences are the same if sequences are separate
 
     def __and__(self, other: Kind) -> Kind | None:
         if self.sequences is not None and other.sequences is not None:
@@ -47,13 +47,13 @@ AND = _code(masking_utils.and_masks(CAUSAL))
 SLIDING = _code(masking_utils.sliding_window_overlay(1))
 SLIDING_BOTH = _code(masking_utils.sliding_window_bidirectional_overlay(1))
 PACKED = _code(masking_utils.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")))
-RESTARTED = None  # transformers has it since 5.18 or later; before, packed sequences are PACKED alone
+RESTARTED = None  # exists since transformers 5.18 or later; earlier, packed sequences are PACKED alone
 if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):
     RESTARTED = _code(remap(CAUSAL, torch.zeros(1, 1, device="cpu")))
 
 
 def kind_of(function: Callable) -> Kind | None:
-    """What a function of transformers computes; None of those that are not a Kind, or not known."""
+    """The Kind of a transformers function; None if it is not a band, or unknown."""
     kind = _kind_of(function)
     return None if kind is None or (kind.restarts and kind.sequences is None) else kind
 

@@ -1,9 +1,9 @@
-"""From transformers' mask functions to what kernels take: a band, padding, packed sequences, or a traced function.
+"""Conversion of transformers' mask functions to kernel masks: a band, padding, packed sequences, or a traced function.
 
-transformers describes a mask by a function of (item, head, query, key) positions, composed of its own closures, beside
-the lengths and offsets of queries and keys and a padding mask. The usual compositions are known (kinds.py); every other
-is kept as the function, and traced by torch, as masks of FlexAttention are. No tensor with an element for each score is
-made, but for at most 64 rows.
+transformers describes a mask by a function of (batch, head, query, key) positions, composed of its own closures, the
+lengths and offsets of queries and keys, and a padding mask. Common compositions are recognized (kinds.py); any other
+stays a function, and is traced by torch, like masks of FlexAttention. A tensor with an element per score is created for
+at most 64 rows only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cute_kernels.runtime.derived import captured
 
 from .kinds import CAUSAL, Kind, kind_of
 
-FEW = 64  # rows, of decoding
+MOST_DECODE_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class ItemRowRange:
-    """Row q of item b sees the columns from begin[b, q] to before end[b, q]: two int32 (B, Sq)."""
+    """Columns from begin[b, q] to before end[b, q] for row q of batch index b: two int32 (B, Sq)."""
 
     begin: Tensor
     end: Tensor
@@ -38,30 +38,30 @@ class ItemRowRange:
 
 
 class Mask(FlexBlockMask):
-    """A layer's mask on its way through transformers, made once for all layers of its kind.
+    """A layer's mask on its way through transformers, created once for all layers of its kind.
 
-    It is a FlexAttention BlockMask by name only: of masks that are made ahead of the model's forward pass (static
-    caches), transformers passes on those and 4-D tensors. All tensors that kernels need of it are made when first
-    asked for, on the mask's device and without waiting for it.
+    It subclasses FlexAttention's BlockMask only because transformers passes masks created ahead of the model's forward
+    pass (static caches) through if they are a BlockMask or a 4-D tensor. All tensors for kernels are created on first
+    use, on the mask's device and without synchronizing.
 
-    A model that reads its mask (indexers of DeepSeek-V3.2 and Qwen4) finds the bool tensor (batch, 1, rows, columns)
-    that attn_implementation="sdpa" gives it: attributes, methods, operators and torch functions are those of `dense`.
-    What they return is a tensor, which `attend` takes as a mask, too.
+    For a model that reads its mask (indexers of DeepSeek-V3.2 and Qwen4) it acts as the bool tensor (batch, 1, rows,
+    columns) of attn_implementation="sdpa": attributes, methods, operators and torch functions are those of `dense`.
+    They return a tensor, which `attend` accepts as a mask, too.
 
     Attributes:
-        batch, lengths: items, and (rows, columns): of the queries, and of the keys that the layer's cache returns.
-        shift: row i is at column i + shift; an int, or a 0-d tensor of a static cache.
-        skipped: columns of the sequence that came before the first that is kept (sliding caches).
-        kind: what `function` computes, None where only the function says that.
-        padding: (B, columns) bool, True of tokens; None: all are.
-        begin: (B,) int32, the column of each item's first token, where all after it are tokens; of few rows alone.
+        batch, lengths: batch size, and (rows, columns): of the queries, and of the keys that the layer's cache returns.
+        shift: row i is at column i + shift; an int, or a 0-d tensor for a static cache.
+        skipped: number of columns of the sequence before the first cached one (sliding caches).
+        kind: the band of `function`; None if it is not one.
+        padding: (B, columns) bool, True for tokens; None: no padding.
+        begin: (B,) int32, the column of each sequence's first token, if all later columns are tokens; in decode only.
     """
 
     def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device, begin=None):
         self.batch, self.lengths, self.shift, self.skipped = batch, lengths, shift, skipped
         self.kind, self.function, self.padding, self.mask_device = kind, function, padding, device
         self.begin = begin
-        self.made = {}
+        self.cached = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,15 +79,15 @@ class Mask(FlexBlockMask):
         return self
 
     def dense(self) -> Tensor:
-        """Bool (batch, 1, rows, columns), True where a score takes part."""
+        """Bool (batch, 1, rows, columns), True where a score is unmasked."""
         return self._once("dense", lambda: self.block_mask().to_dense(self.batch).expand(self.batch, -1, -1, -1))
 
     def __getattr__(self, name: str):
         """Attributes of a tensor that this class does not have. Those of a BlockMask do not exist."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(
-                f"the attention mask of {__name__} has no attribute {name!r}: it is no BlockMask of FlexAttention, and "
-                'no tensor has it; use attn_implementation="sdpa" or "eager" for models that read it'
+                f"the attention mask of {__name__} has no attribute {name!r}: it is not a FlexAttention BlockMask, "
+                'and torch.Tensor does not have it; use attn_implementation="sdpa" or "eager" for models that read it'
             )
         return getattr(self.dense(), name)
 
@@ -99,7 +99,7 @@ class Mask(FlexBlockMask):
         return function(*_dense(args), **{key: _dense(x) for key, x in (kwargs or {}).items()})
 
     def to(self, device, *_, **__) -> Mask:
-        """Itself, or what is kept for another device: layers of one model may be on several."""
+        """The mask itself, or its cached copy on another device: layers of one model may be on several devices."""
         device = torch.device(device)
         if device == self.device:
             return self
@@ -108,7 +108,7 @@ class Mask(FlexBlockMask):
             kind = Kind(kind.left, kind.right, kind.sequences.to(device))
         if kind is None:
             raise ValueError(
-                "a mask of a function of its own cannot be moved to another device; keep its layers on one"
+                "a mask with a custom mask function cannot be moved to another device; keep its layers on one device"
             )
         moved = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding, self.begin))
         shift, padding, begin = moved
@@ -122,22 +122,22 @@ class Mask(FlexBlockMask):
     __str__ = __repr__
 
     def _once(self, key, make: Callable):
-        found = self.made.get(key)
-        if found is None:
-            found = self.made[key] = make()
-        return found
+        value = self.cached.get(key)
+        if value is None:
+            value = self.cached[key] = make()
+        return value
 
     def up_to(self, columns: int) -> Mask:
-        """Of the first columns alone; without padding."""
+        """The mask of the first columns only; without padding."""
         terms = (self.batch, (self.lengths[0], columns), self.shift, self.skipped, self.kind, self.function)
         return self._once(("up to", columns), lambda: Mask(*terms, None, self.device))
 
     def is_band(self) -> bool:
-        """Whether the kind's bounds say all."""
+        """True if the kind's bounds define the whole mask."""
         return self.kind is not None and self.kind.sequences is None and self.padding is None
 
     def seqused_k(self, batch: int) -> Tensor:
-        """(batch,) int32: up to the last row's own column."""
+        """(batch,) int32: number of columns up to the last row's own column."""
 
         def make() -> Tensor:
             last = self.shift + self.lengths[0]
@@ -148,15 +148,15 @@ class Mask(FlexBlockMask):
         return self._once(("seqused_k", batch), make)
 
     def spans_k(self, batch: int) -> Tensor:
-        """(batch, 2) int32: from each item's first token on."""
+        """(batch, 2) int32: columns from each sequence's first token to the last row's own column."""
         begin = self.begin.expand(batch)
         return self._once(("spans_k", batch), lambda: torch.stack([begin, self.seqused_k(batch)], -1))
 
     def block_mask(self) -> BlockMask:
-        """All of it as a block mask of these lengths."""
+        """The whole mask as a block mask of these lengths."""
 
         def make() -> BlockMask:
-            if self._few_rows():
+            if self._uses_elements():
                 return BlockMask.from_elements(self._elements(), lengths=self.lengths)
             some, every, mask_mod = self.tables((128, 128))
             if mask_mod is None:
@@ -166,10 +166,10 @@ class Mask(FlexBlockMask):
         return self._once("block mask", make)
 
     def within(self, blocks: BlockMask) -> BlockMask:
-        """What this mask and another of the same lengths both see."""
+        """The intersection of this mask and a block mask of the same lengths."""
 
         def make() -> BlockMask:
-            if self._few_rows():
+            if self._uses_elements():
                 return BlockMask.from_elements(blocks.to_dense() & self._elements(), lengths=self.lengths)
             some, every, mask_mod = self.tables(blocks.blocksize)
             if mask_mod is None:
@@ -182,15 +182,15 @@ class Mask(FlexBlockMask):
                 (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options
             )
 
-        return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # blocks stays alive, as its id does
+        return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # holding blocks keeps its id unique
 
-    def _few_rows(self) -> bool:
-        """Whether to make a tensor of elements: numbers in a mask are constants of a kernel, and those of decoding
+    def _uses_elements(self) -> bool:
+        """True if a tensor of elements is created: numbers in a mask are constants of a kernel, and in decode they
         change with every token."""
-        return self.kind is not None and self.lengths[0] <= FEW
+        return self.kind is not None and self.lengths[0] <= MOST_DECODE_ROWS
 
     def _elements(self) -> Tensor:
-        """Bool (B or 1, 1, rows, columns), of a kind that is known."""
+        """Bool (B or 1, 1, rows, columns) of a known kind."""
         begin, end, _ = self._bands()
         column = torch.arange(self.lengths[1], dtype=torch.int32, device=self.device)
         seen = (column >= begin[..., None]) & (column < end[..., None])  # (rows, columns) or (B, rows, columns)
@@ -198,7 +198,8 @@ class Mask(FlexBlockMask):
         return seen if self.padding is None else seen & self.padding[:, None, None]
 
     def tables(self, blocksize) -> tuple[Tensor, Tensor, MaskMod | None]:
-        """Blocks of which something, and of which all is seen, (B or 1, 1, Mq, Mk), and the element mask."""
+        """Tables (B or 1, 1, Mq, Mk) of blocks with any unmasked element and of blocks with all elements unmasked, and
+        the element mask."""
         return self._once(("tables", blocksize), lambda: self._tables(blocksize))
 
     def _tables(self, blocksize) -> tuple:
@@ -210,8 +211,8 @@ class Mask(FlexBlockMask):
             if not isinstance(self.shift, int) or self.shift or self.skipped:
                 offsets = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
                 mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, *offsets)
-            found = create_block_mask(mask_mod, self.batch, None, *self.lengths, self.device, blocksize)
-            partial, full = found.tables()
+            mask = create_block_mask(mask_mod, self.batch, None, *self.lengths, self.device, blocksize)
+            partial, full = mask.tables()
             return partial | full, full, mask_mod
         begin, end, mask_mod = self._bands()
         if begin.dim() == 1:
@@ -228,13 +229,13 @@ class Mask(FlexBlockMask):
         return some, every, mask_mod
 
     def _bands(self) -> tuple[Tensor, Tensor, MaskMod | None]:
-        """The columns [begin, end) of each row, int32 (rows,) or (B, rows), and the mask that says the same."""
+        """The columns [begin, end) of each row, int32 (rows,) or (B, rows), and the equivalent element mask."""
         (rows, columns), kind = self.lengths, self.kind
         position = torch.arange(rows, dtype=torch.int32, device=self.device) + self.shift
         begin = torch.zeros_like(position) if kind.left is None else position - kind.left
         end = torch.full_like(position, columns) if kind.right is None else position + kind.right + 1
         if kind.sequences is not None:
-            numbers = kind.sequences.contiguous()  # ascending along a row
+            numbers = kind.sequences.contiguous()  # sorted along a row
             first, past = (torch.searchsorted(numbers, numbers, right=right).int() for right in (False, True))
             begin, end = torch.maximum(begin, first), torch.minimum(end, past)
         begin, end = (t.int().clamp(0, columns).contiguous() for t in (begin, end))
@@ -246,11 +247,11 @@ class Mask(FlexBlockMask):
         return begin, end, Band(kind.left, kind.right) if constant else RowRange(begin, end)
 
     def _number(self, n: int | Tensor) -> Tensor:
-        """As a tensor, which a kernel reads: a number would be a constant, and each other one another kernel."""
+        """A number as a tensor, which a kernel reads: an int would be a constant, with one kernel per value."""
         return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int32, device=self.device)
 
     def whole_padding(self) -> Tensor:
-        """The padding by position in the whole sequence, as mask functions count."""
+        """The padding by position in the whole sequence, as mask functions index it."""
         return torch.nn.functional.pad(self.padding, (self.skipped, 0)) if self.skipped else self.padding
 
 
@@ -269,7 +270,7 @@ for _name in ("and", "rand", "or", "ror", "xor", "rxor", "invert", "mul", "rmul"
     setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-@torch.compiler.disable(reason="masks are made by reading the closures that transformers composes them of")
+@torch.compiler.disable(reason="masks are created by reading the closures that transformers composes")
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -281,35 +282,33 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_,
 ) -> Mask:
-    """The mask function that `register` hands to transformers, which documents the arguments (sdpa_mask).
+    """The mask function that `register` registers with transformers, which documents the arguments (sdpa_mask).
 
-    Looks once where padding is, as transformers' own do, which waits for the GPU; not while a CUDA graph is captured.
-    torch.compile breaks the graph of a model here, and compiles what follows; it does not where the mask is
-    made ahead of the forward pass, as generate() does for static caches.
+    Locates the padding once, like transformers' own mask functions, which synchronizes; not during CUDA graph capture.
+    torch.compile breaks the graph of a model here, and compiles the rest; it does not if the mask is created ahead of
+    the forward pass, as generate() does for static caches.
     """
     kind = kind_of(mask_function)
-    shift = q_offset - kv_offset  # of a tensor a new one: a static cache goes on counting in its own
+    shift = q_offset - kv_offset  # a new tensor: a static cache increments its own in place
     padding = begin = None
     if attention_mask is not None:
         end = kv_offset + kv_length
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:end]
         if not captured(padding):
-            padding, begin = _looked_up(padding, kind, shift, q_length)
+            padding, begin = _located(padding, kind, shift, q_length)
     lengths, device = (q_length, kv_length), torch.device(device)
     return Mask(batch_size, lengths, shift, kv_offset, kind, mask_function, padding, device, begin)
 
 
-def _looked_up(
-    padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """(the padding, None where no row sees any; Mask.begin), by one look at the device."""
+def _located(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
+    """(the padding, None if it masks no visible column; Mask.begin), with one synchronization."""
     column = torch.arange(padding.shape[1], device=padding.device)
     causal = kind is not None and kind.right == 0
     token = padding
-    if causal:  # no row sees what comes after the last one's column: in a static cache most of it
+    if causal:  # columns after the last row's are masked for all rows: in a static cache most of them
         last = shift + rows
         token = padding | (column >= (last.to(padding.device) if isinstance(last, Tensor) else last))
-    if not causal or kind.sequences is not None or rows > FEW:
+    if not causal or kind.sequences is not None or rows > MOST_DECODE_ROWS:
         return (None if bool(token.all()) else padding), None
     begin = padding.int().argmax(-1)
     whole, behind = torch.stack([token.all(), (token | (column < begin[:, None])).all()]).tolist()
