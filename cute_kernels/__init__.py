@@ -1,12 +1,12 @@
-"""Dense GEMM with fused epilogues, and the ground that block-sparse products and attention stand on.
+"""Dense GEMM with fused epilogues, and the base of the block-sparse and attention packages.
 
-gemm(a, b, ...)       the product a torch user calls
-explain(op, ...)      which kernel a call takes, and why; with arch="sm_90" on a machine without a GPU
-inspect(op, ...)      what that kernel costs: registers, spills, shared memory, instructions
-path("sm_80")         a context that forces a family of kernels
-quantize(x, ...)      Quantized: FP8 values and their scale, an operand for gemm; quantize_gated(z, ...) is gated
-prune_2_4(w)          the 2 largest of every 4 neighbours; Sparse24.from_dense of that is a left operand for gemm
-functions             elementwise functions for epilogues of one's own
+gemm(a, b, ...)       matmul with a fused epilogue
+explain(op, ...)      the kernel that a call selects, and why; with arch="sm_90" it needs no GPU
+inspect(op, ...)      the resources of that kernel: registers, spills, shared memory, instructions
+path("sm_80")         context manager that forces a kernel path
+quantize(x, ...)      FP8 values and their scale (Quantized), an operand of gemm; quantize_gated(z, ...) is gated
+prune_2_4(w)          keep the 2 largest of every 4 neighbors; Sparse24.from_dense(prune_2_4(w)) is an a of gemm
+functions             elementwise functions for user-defined epilogues
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
 """
 
@@ -39,7 +39,7 @@ explains(gemm, plan_gemm)
 
 
 def load_bundle(folder) -> None:
-    """Look for kernels in this ahead-of-time bundle before the disk cache; raises BundleError if it does not fit."""
+    """Use this ahead-of-time bundle before the disk cache; raises BundleError if it does not match."""
     from .runtime.cache import default_cache
 
     default_cache().add_bundle(folder)

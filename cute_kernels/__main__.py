@@ -1,11 +1,11 @@
-"""python -m cute_kernels: look into the kernels, compile them ahead of time, look after the cache.
+"""python -m cute_kernels: inspect kernels, compile them ahead of time, manage the cache.
 
     inspect    compile every kernel configuration and read its machine code; fails if one spills
     compile    write a bundle of compiled kernels for machines that should not compile
-    cache      where compiled kernels are kept, how many, and --clear
+    cache      print the location and size of the kernel cache; --clear empties it
 
-None of it needs a GPU. Results go to stdout, progress and errors to stderr. The exit status is 0, 1 if a kernel
-fails, or 2 if the call or the installation is wrong.
+No command needs a GPU. Results go to stdout, progress and errors to stderr. The exit status is 0, 1 if a kernel
+fails, or 2 if the arguments or the installation are wrong.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kern
 
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
-INTERRUPTED = 130  # the exit status that shells give for SIGINT
+INTERRUPTED = 130  # exit status of shells for SIGINT
 LINE_SECONDS = 5  # between two lines of progress
-# Of a bundle of 1,458 kernels for sm_90a: bytes of each, and seconds for which it takes one process on two cores.
+# Bytes per kernel, and seconds of one process on two cores, averaged over a bundle of 1,458 kernels for sm_90a.
 KERNEL_BYTES, KERNEL_SECONDS = 52_000, 1.4
 EPILOG = f"""\
-It holds the kernels of usual calls: contiguous aligned tensors; of products no epilogue, a bias, and a bias with an
-activation; of attention dense, causal and packed calls, caches, and block masks without a function. A program that runs
-with {record.VARIABLE}=FILE records all the kernels that it takes; --calls FILE compiles these.
+The bundle has the kernels of common calls with contiguous, aligned tensors: GEMMs without an epilogue, with a bias, and
+with a bias and an activation; dense, causal and variable-length attention, KV caches, and block masks without a
+function. A program that runs with {record.VARIABLE}=FILE records all kernels that it uses; --calls FILE compiles these.
 """
 
 
@@ -51,7 +51,7 @@ with {record.VARIABLE}=FILE records all the kernels that it takes; --calls FILE 
 
 
 def list_of(parse: Callable[[str], object]) -> Callable[[str], list]:
-    """An argparse type: comma-separated values, without repetitions."""
+    """An argparse type: comma-separated values, without duplicates."""
 
     def read(text: str) -> list:
         try:
@@ -71,7 +71,7 @@ def block_shape(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     sides = tuple(int(side) for side in match.groups()) if match else (0, 0)
     if not all(sides) or any(side % MMA_M for side in sides):
-        raise ValueError(f"{text!r} is no block shape: write rows x columns in multiples of {MMA_M}, as in 128x64")
+        raise ValueError(f"{text!r} is not a block shape; use rows x columns in multiples of {MMA_M}, such as 128x64")
     return sides
 
 
@@ -86,7 +86,7 @@ def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
@@ -95,42 +95,44 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m cute_kernels", description=__doc__, formatter_class=raw)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     jobs = argparse.ArgumentParser(add_help=False)
-    jobs.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    jobs.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes (default: one per CPU)")
 
     def listed(sub, name: str, parse, default: Iterable, **kwargs) -> None:
-        text = ",".join(default)  # argparse parses a default that is text
+        text = ",".join(default)  # argparse parses a string default
         if text:
             kwargs |= {"default": text, "help": f"default: {text}"}
         sub.add_argument(name, type=list_of(parse), **kwargs)
 
-    def given(sub, name: str, dest: str, parse, default: Iterable) -> None:
-        """An option that is an attribute of the arguments only where it is given."""
+    def optional(sub, name: str, dest: str, parse, default: Iterable) -> None:
+        """Add an option that is an attribute of the arguments only if it is passed."""
         terms = {"dest": dest, "default": argparse.SUPPRESS, "metavar": "A,B", "help": f"default: {','.join(default)}"}
         sub.add_argument(name, type=list_of(parse), **terms)
 
     sub = commands.add_parser("inspect", parents=[jobs], help="registers, spills, shared memory, instructions")
     listed(sub, "--arch", arch_target, ARCHS, metavar="A,B")
-    sub.add_argument("--quick", action="store_true", help="three kernels an architecture instead of all")
+    sub.add_argument("--quick", action="store_true", help="three kernels per architecture instead of all")
     listed(sub, "--family", one_of("family", [f.name for f in families()]), (), metavar="A,B", help="default: all")
-    sub.add_argument("--json", action="store_true", help="a JSON list on stdout, and nothing else there")
+    sub.add_argument("--json", action="store_true", help="print a JSON list to stdout, and nothing else")
     sub.set_defaults(run=run_inspect)
 
     about = {"help": "write an ahead-of-time bundle", "epilog": EPILOG}
     sub = commands.add_parser("compile", parents=[jobs], formatter_class=raw, **about)
-    listed(sub, "--arch", arch_target, (), metavar="A,B", help="such as sm_90a,sm_89; with --calls: those recorded")
+    listed(
+        sub, "--arch", arch_target, (), metavar="A,B", help="such as sm_90a,sm_89; default with --calls: as recorded"
+    )
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
-    sub.add_argument("--calls", type=Path, metavar="FILE", help="what a program recorded, in place of the following")
+    sub.add_argument("--calls", type=Path, metavar="FILE", help="recorded calls, instead of the following options")
     usual = Request("")
     blocks = [f"{bm}x{bk}" for bm, bk in usual.blocks]
-    given(sub, "--op", "ops", one_of("operation", known_ops()), known_ops())
-    given(sub, "--dtype", "dtypes", one_of("operand type", DTYPES), usual.dtypes)
-    given(sub, "--block", "blocks", block_shape, blocks)
-    given(sub, "--index", "index_dtypes", one_of("index type", INDEX_DTYPES), usual.index_dtypes)
-    given(sub, "--head-dim", "head_dims", positive, map(str, usual.head_dims))
+    optional(sub, "--op", "ops", one_of("operation", known_ops()), known_ops())
+    optional(sub, "--dtype", "dtypes", one_of("operand type", DTYPES), usual.dtypes)
+    optional(sub, "--block", "blocks", block_shape, blocks)
+    optional(sub, "--index", "index_dtypes", one_of("index type", INDEX_DTYPES), usual.index_dtypes)
+    optional(sub, "--head-dim", "head_dims", positive, map(str, usual.head_dims))
     sub.set_defaults(run=run_compile, parser=sub)
 
-    sub = commands.add_parser("cache", help="where compiled kernels are kept")
-    sub.add_argument("--clear", action="store_true", help="delete them all, of older sources and versions too")
+    sub = commands.add_parser("cache", help="location and size of the kernel cache")
+    sub.add_argument("--clear", action="store_true", help="delete all kernels, of older versions too")
     sub.set_defaults(run=run_cache)
     return top
 
@@ -139,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iterator[Outcome]:
-    """Outcomes as they come, with a bar on stderr; with a line every few seconds where that is no terminal."""
+    """Yield outcomes as they finish, with a progress bar on stderr, or a line every few seconds without a terminal."""
     console = Console(stderr=True)
     piped = not console.is_terminal
     counts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -150,12 +152,12 @@ def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iter
         Progress(*columns, console=console, transient=True, disable=piped) as bar,
     ):
         task = bar.add_task(what, total=len(items))
-        start = said = time.monotonic()
+        start = printed = time.monotonic()
         for done, outcome in enumerate(outcomes, start=1):
             bar.advance(task)
             now = time.monotonic()
-            if piped and now - said >= LINE_SECONDS:
-                said = now
+            if piped and now - printed >= LINE_SECONDS:
+                printed = now
                 left = (now - start) / done * (len(items) - done) / 60
                 text = f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s, about {left:.1f} minutes left"
                 print(text, file=sys.stderr, flush=True)
@@ -168,8 +170,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     chosen = [family for family in families() if not args.family or family.name in args.family]
     facts = [f for arch in args.arch for family in chosen for f in family.catalogue(arch, args.quick)]
-    found = {outcome.item: outcome for outcome in with_progress("inspecting", inspect_kernel, facts, args.jobs)}
-    outcomes = [found[f] for f in facts]
+    finished = {outcome.item: outcome for outcome in with_progress("inspecting", inspect_kernel, facts, args.jobs)}
+    outcomes = [finished[f] for f in facts]
     rows = [row_of(outcome) for outcome in outcomes]
     if args.json:
         print(json.dumps(rows, indent=1))
@@ -179,19 +181,19 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def requested(args: argparse.Namespace) -> list:
-    """The facts of the kernels that a bundle is to hold."""
-    given = {name: value for name, value in vars(args).items() if name in ("ops", *vars(Request("")))}
-    archs = given.pop("arch")
+    """Facts of the kernels of a bundle."""
+    options = {name: value for name, value in vars(args).items() if name in ("ops", *vars(Request("")))}
+    archs = options.pop("arch")
     if args.calls is not None:
-        if given:
-            args.parser.error(f"--calls names all kernels; leave out what else says which ({', '.join(given)})")
+        if options:
+            args.parser.error(f"--calls names all kernels; leave out the options {', '.join(options)}")
         packages = {type(family).__module__.partition(".")[0] for family in families()}
         return [facts for facts in record.read(args.calls, packages) if facts.arch in (archs or [facts.arch])]
     if not archs:
         args.parser.error("the following arguments are required: --arch, or --calls")
-    ops = given.pop("ops", known_ops())
+    ops = options.pop("ops", known_ops())
     try:
-        return [facts for arch in archs for facts in bundle_facts(ops, Request(arch, **given))]
+        return [facts for arch in archs for facts in bundle_facts(ops, Request(arch, **options))]
     except ValueError as error:
         args.parser.error(str(error))
 
@@ -208,17 +210,17 @@ def run_compile(args: argparse.Namespace) -> int:
     named = [(f, keys.function_name(writer.key(f))) for f in facts]
     count, size, failures = Counter(), Counter(), []
     for outcome in with_progress("compiling", compile_object, named, args.jobs):
-        made = outcome.item[0]
+        kernel = outcome.item[0]
         if outcome.error:
-            failures.append(f"{made.arch} {family_of(made).title(made)}\n    {outcome.error}")
+            failures.append(f"{kernel.arch} {family_of(kernel).title(kernel)}\n    {outcome.error}")
             continue
         data, metadata = outcome.value
-        writer.add(made, data, metadata)
-        count[made.arch] += 1
-        size[made.arch] += len(data)
+        writer.add(kernel, data, metadata)
+        count[kernel.arch] += 1
+        size[kernel.arch] += len(data)
     if failures:
         print(*failures, sep="\n", file=sys.stderr)
-        print(f"{len(failures)} of {len(named)} kernels do not compile: no bundle was written", file=sys.stderr)
+        print(f"{len(failures)} of {len(named)} kernels failed to compile; no bundle was written", file=sys.stderr)
         return 1
     writer.finish()
     for arch in count:
@@ -252,7 +254,7 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; what is wrong with the installation or a folder, and Ctrl-C, is one line on stderr."""
+    """Run one command. Errors of the installation or a folder, and Ctrl-C, print one line to stderr."""
     try:
         load_all()
         args = parser().parse_args(argv)
@@ -267,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     status = main()
-    if status == INTERRUPTED:  # without the seconds that Python takes to free what it has imported
+    if status == INTERRUPTED:  # skip Python's shutdown, which takes seconds
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""One row per architecture: what a kernel may use there, and the name the compiler knows it by."""
+"""Supported GPU architectures: their limits and the compiler's targets."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,14 @@ MMA_M = 16  # rows of one step of mma.sync; the sides of stored blocks are multi
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """Limits of one GPU architecture, as its programming guide gives them.
+    """Limits of one GPU architecture, from its programming guide.
 
-    `smem` is the shared memory one block may ask for (bytes), `path` the family of kernels that runs there by
-    default, `target` the compiler's name, `tensor_core` the SASS instruction that kernels of that family contain.
-    `float8` is the path whose instruction multiplies 8-bit floats: Ampere has none, Hopper's WGMMA alone does.
-    `fp16_sums_rate` is how many times as fast tensor cores multiply fp16 numbers where their sums are fp16, too.
+    smem: maximal shared memory per CTA, in bytes.
+    path: default kernel path.
+    target: the compiler's name.
+    tensor_core: SASS instruction that kernels of that path contain.
+    float8: path with an FP8 MMA; none on Ampere, only WGMMA on Hopper.
+    fp16_sums_rate: speedup of FP16 MMAs with FP16 instead of FP32 accumulators.
     """
 
     name: str
@@ -38,7 +40,7 @@ PATHS = ("sm_80", "sm_90")
 
 
 def arch_named(name: str) -> ArchSpec:
-    """The row of an architecture by either of its names ("sm_90" and "sm_90a" are one row)."""
+    """Look up an architecture by name or target ("sm_90" or "sm_90a")."""
     for spec in ARCHS.values():
         if name in (spec.name, spec.target):
             return spec
@@ -46,15 +48,15 @@ def arch_named(name: str) -> ArchSpec:
 
 
 def arch_of(capability: tuple[int, int]) -> ArchSpec:
-    """The row for a device's compute capability; sm_87 (Orin) shares sm_80's.
+    """Look up the architecture of a compute capability; sm_87 (Orin) uses sm_80's.
 
-    Raises RuntimeError for devices older than sm_80, and for those newer than sm_90, which have no row yet: machine
-    code of one major version does not run on the next.
+    Raises RuntimeError for devices older than sm_80 or newer than sm_90: machine code of one major version does not run
+    on the next.
     """
     if capability < (8, 0):
         raise RuntimeError(
-            f"compute capability {capability[0]}.{capability[1]} is below 8.0: the kernels need cp.async and "
-            "mma.sync.m16n8k16 (Ampere and newer)"
+            f"compute capability {capability[0]}.{capability[1]} is below 8.0: the kernels require cp.async and "
+            "mma.sync.m16n8k16 (Ampere or newer)"
         )
     for spec in ARCHS.values():
         if spec.capability == capability:

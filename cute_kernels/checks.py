@@ -1,4 +1,4 @@
-"""Checks that every op makes before any launch; each raises with what is wrong and what would work."""
+"""Argument checks that every op runs before any launch. Error messages name what is wrong and what works."""
 
 import torch
 
@@ -19,24 +19,27 @@ def check_tensor(name: str, value) -> None:
 def check_operands(
     op: str, *, kernel: bool = True, also: tuple = (), precision=False, instead: str = "torch.matmul", **tensors
 ) -> None:
-    """All of one floating type and on one device, CUDA or CPU: a 16-bit type or, on the CPU without a kernel, any.
+    """Check that operands share one supported dtype and one device, CUDA or CPU.
 
-    also: other types that the op takes. precision: that of the call, with which float32 is one of them; False of an op
-    that has none. instead: a call that takes float32 and float64 on a GPU.
+    Args:
+        kernel: True if a kernel runs; otherwise CPU tensors may also be float32 and float64.
+        also: further dtypes that the op supports.
+        precision: the call's precision argument, which allows float32; False for an op without one.
+        instead: a call that supports float32 and float64 on a GPU.
     """
     (first_name, first), *rest = tensors.items()
-    taken = (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also)
-    taken += (torch.float32,) if precision else ()
+    supported = (*(OPERANDS if kernel or first.device.type != "cpu" else ON_CPU), *also)
+    supported += (torch.float32,) if precision else ()
     for name, tensor in tensors.items():
-        if tensor.dtype not in taken:
+        if tensor.dtype not in supported:
             known = " and ".join(map(str, OPERANDS))
-            more = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
+            others = f", on sm_89 and sm_90 also {' and '.join(map(str, also))}" if also else ""
             on_cpu = "" if kernel else "; CPU tensors may be torch.float32 and torch.float64, too"
             advice = in_place_of(tensor.dtype, precision is not False, instead)
             if tensor.dtype in FLOAT8:  # a cast would lose the scale
                 advice = f"dequantize it with {dequantized(name, torch.bfloat16)}"
-            known += f" ({advice}){more}{on_cpu}"
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; the kernels multiply {known}")
+            known += f" ({advice}){others}{on_cpu}"
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; the kernels support {known}")
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
             how = one_dtype((name, tensor.dtype), (first_name, first.dtype))
@@ -45,9 +48,9 @@ def check_operands(
 
 
 def in_place_of(dtype: torch.dtype, precision: bool = False, instead: str = "torch.matmul") -> str:
-    """What works in the place of operands that no kernel multiplies. precision: whether the op has it."""
+    """Advice for operands of an unsupported dtype. precision: True if the op has a precision argument."""
     if dtype.is_complex:
-        return "multiply real and imaginary parts apart, cast with .to()"
+        return "multiply real and imaginary parts separately, cast with .to()"
     wide = dtype in (torch.float32, torch.float64)
     if precision and dtype == torch.float32:
         return 'pass precision="tf32" or precision="3xtf32", cast with .to(), or use torch.matmul'
@@ -55,7 +58,7 @@ def in_place_of(dtype: torch.dtype, precision: bool = False, instead: str = "tor
 
 
 def one_dtype(operand: tuple[str, torch.dtype], other: tuple[str, torch.dtype]) -> str:
-    """How two operands, (name, dtype), come to have one dtype."""
+    """Advice for two operands, (name, dtype), whose dtypes differ."""
     narrow = [pair for pair in (operand, other) if pair[1] in FLOAT8]
     if len(narrow) == 2:
         both = " and ".join(dequantized(name, torch.bfloat16) for name, _ in (other, operand))
@@ -69,7 +72,7 @@ def one_dtype(operand: tuple[str, torch.dtype], other: tuple[str, torch.dtype]) 
 
 
 def dequantized(name: str, dtype: torch.dtype) -> str:
-    """The call that makes a wider tensor of an FP8 operand. A sparse W holds its scales, and its to() applies them."""
+    """The expression that dequantizes an FP8 operand. A sparse W holds its scales, and its to() applies them."""
     return f"W.to({dtype})" if name == "W" else f"({name}.float() * scale).to({dtype})"
 
 
@@ -87,29 +90,29 @@ def check_scalar(op: str, name: str, value) -> None:
 
 
 def watched(*values) -> bool:
-    """Whether autograd watches an argument of a call; False of what is no tensor, which the call will name."""
+    """True if an argument requires a gradient. Values that are not tensors count as False; later checks reject them."""
     if torch.is_grad_enabled():
-        for value in values:  # a loop takes half the time of any()
+        for value in values:  # half the time of any()
             if getattr(value, "requires_grad", False):
                 return True
     return False
 
 
 def scaled(a, scale_a, scale_b, use_fast_accum) -> bool:
-    """Whether a call has what only products of 8-bit floats have: no gradient is computed of those."""
-    given = scale_a is not None or scale_b is not None or use_fast_accum is not False
-    return given or getattr(a, "dtype", None) in FLOAT8
+    """True if a call has FP8 operands or arguments for them. Such calls are not differentiable."""
+    has_terms = scale_a is not None or scale_b is not None or use_fast_accum is not False
+    return has_terms or getattr(a, "dtype", None) in FLOAT8
 
 
 def narrow(out, out_dtype, scale_out, amax) -> bool:
-    """Whether a call has what only outputs of 8-bit floats have: no gradient is computed of those, either."""
-    given = scale_out is not None or amax is not None or out_dtype in FLOAT8
-    return given or getattr(out, "dtype", None) in FLOAT8
+    """True if a call has an FP8 output or arguments for one. Such calls are not differentiable."""
+    has_terms = scale_out is not None or amax is not None or out_dtype in FLOAT8
+    return has_terms or getattr(out, "dtype", None) in FLOAT8
 
 
 def check_no_grad(op: str, *tensors) -> None:
-    """Of attention, sddmm, products of 8-bit floats and calls with out=: dropping a gradient silently would be worse
-    than saying so."""
+    """Raise if a tensor requires a gradient in a call that computes none (attention, sddmm, FP8 GEMMs, calls with
+    out=)."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"{op} does not compute gradients, and an argument requires one; call it under torch.no_grad() or detach()"
@@ -117,28 +120,27 @@ def check_no_grad(op: str, *tensors) -> None:
 
 
 def check_out(op: str, out, inputs: tuple, residual=None) -> None:
-    """out shares no memory with an input, which the kernel reads while it writes, and is no leaf that autograd watches.
-
-    residual: the input that out may be, as the very same view.
+    """Check that out does not require a gradient and shares no memory with an input, which the kernel reads while it
+    writes. `residual` may be out itself, as exactly the same view.
     """
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: out requires a gradient; pass out.detach() or call it under torch.no_grad()")
     for tensor in inputs:
         if tensor is not None and overlap(out, tensor) and not (tensor is residual and same_view(out, tensor)):
-            also = "" if residual is None else ", or the residual itself, in the same shape and strides"
+            also = "" if residual is None else ", or the residual itself with the same shape and strides"
             raise ValueError(
-                f"{op}: out shares memory with an input of shape {tuple(tensor.shape)}, which the kernel still reads "
-                f"while it writes; pass an out with memory of its own{also}"
+                f"{op}: out shares memory with an input of shape {tuple(tensor.shape)}, which the kernel reads while "
+                f"it writes; pass a separate tensor{also}"
             )
 
 
 def same_view(a, b) -> bool:
-    """True if two tensors have one address, shape, strides and dtype."""
+    """True if two tensors have the same address, shape, strides and dtype."""
     return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def check_out_dtype(op: str, out, out_dtype, default, also: tuple = ()):
-    """The output's dtype: out's, the one asked for, or the operands'; `also`: other dtypes that the op writes."""
+    """Return the output's dtype: out's, out_dtype, or the default. also: further dtypes that the op can write."""
     if out is not None:
         check_tensor(f"{op}: out", out)
         if out_dtype is not None and out_dtype != out.dtype:
@@ -147,15 +149,15 @@ def check_out_dtype(op: str, out, out_dtype, default, also: tuple = ()):
     out_dtype = default if out_dtype is None else out_dtype
     if out_dtype not in (*NAMES, *also) and out_dtype != default:  # float64 of float64 operands
         names = ", ".join(map(str, also))
-        more = f", on sm_89 and sm_90 also {names}" if also else ""
+        others = f", on sm_89 and sm_90 also {names}" if also else ""
         raise TypeError(
-            f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported{more}"
+            f"{op}: output of {out_dtype}; torch.bfloat16, torch.float16 and torch.float32 are supported{others}"
         )
     return out_dtype
 
 
 def check_result(op: str, name: str, tensor, shape, dtype) -> None:
-    """out and residual have exactly the result's shape and dtype; out must not overlap itself."""
+    """Check that out or residual has exactly the result's shape and dtype, and that out does not overlap itself."""
     if tensor is None:
         return
     check_tensor(f"{op}: {name}", tensor)
@@ -166,12 +168,12 @@ def check_result(op: str, name: str, tensor, shape, dtype) -> None:
     if name == "out" and overlaps_itself(tensor.shape, tensor.stride()):
         raise ValueError(
             f"{op}: out is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
-            "elements share memory; pass a tensor of its own"
+            "elements share memory; pass a contiguous tensor"
         )
 
 
 def overlaps_itself(shape, stride) -> bool:
-    """Whether elements may share an address: a stride no longer than what the shorter ones span."""
+    """True if elements may share an address: a stride is not larger than the span of the smaller ones."""
     span = 0
     for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
         if s <= span:

@@ -1,6 +1,6 @@
-"""gemm as it runs: validate, plan, launch.
+"""gemm in eager mode: validate, plan, launch.
 
-A call with metadata seen before costs a look-up and the launch; everything else happens once.
+Plans are cached by the metadata of a call. A call with a cached plan costs a look-up and the launch.
 """
 
 import math
@@ -37,7 +37,8 @@ def gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, with_z=False, scale_a=None, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
-    """ops.gemm, of a call that torch.compile does not trace. With z, without out: (y, z), see gradients."""
+    """ops.gemm for calls that torch.compile does not trace. With with_z, which excludes out, returns (y, z); see
+    gradients."""
     if epilogue is not None:
         epilogue = epilogue_program("gemm", epilogue)
     tensors = (a, b) if out is None else (a, b, out)
@@ -60,8 +61,8 @@ def gemm(
             type(use_fast_accum), accumulation_dtype, scale_out is None, amax is None, precision,
             beta == 0,
         )  # fmt: skip
-    except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
-        terms = None  # whatever it is, the plan's checks will name it
+    except (AttributeError, RuntimeError):  # a nested tensor's numel() raises RuntimeError
+        terms = None  # the checks of planning raise
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         given = Terms(
@@ -98,7 +99,7 @@ def gemm(
 
 
 def without_kernel(plan: Plan, a, b, terms: Terms, out):
-    """CPU tensors run the reference; an empty result needs nothing at all."""
+    """Run a plan without a kernel: the reference for CPU tensors, nothing for an empty result."""
     if not plan.empty:
         return reference.gemm(a, b, terms, out, plan.out_dtype)
     if terms.with_z:
@@ -107,12 +108,12 @@ def without_kernel(plan: Plan, a, b, terms: Terms, out):
 
 
 def plan_gemm(a, b, *, out=None, out_dtype=None, return_amax=False, **terms) -> Plan:
-    """The plan of the same call of gemm."""
+    """The plan of a call of gemm with the same arguments."""
     return _plan(a, b, Terms(amax=new_amax("gemm", return_amax, a), **terms), out, out_dtype)
 
 
 def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
-    """Check a call's arguments and choose its kernel, without launching it."""
+    """Check a call's arguments and select its kernel, without launching it."""
     checks.check_tensor("gemm: a", a)
     checks.check_tensor("gemm: b", b)
     if a.dim() < 2 or b.dim() < 2:
@@ -151,22 +152,22 @@ def _plan(a, b, terms: Terms, out, out_dtype) -> Plan:
 
 
 def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
-    """Fill in the kernel: how the tensors are viewed, which facts, which function."""
+    """Fill in the kernel of a plan: the views of its tensors, facts and compiled function."""
     from .runtime.families import function_for
 
     K, N, residual = a.shape[-1], b.shape[-1], terms.residual
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     results = [t for t in (d, residual) if t is not None]
-    # A batch of A with one B is one tall matrix, wherever the strides allow it and no bias counts rows.
+    # A batch of A with one B is one tall matrix if the strides allow it and the bias is not per row.
     fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
     views = tuple(
         None if t is None else _view_of(name, t, batch, fold, plan)
         for name, t in (("a", a), ("b", b), ("out", d), ("bias", terms.bias), ("residual", residual))
     )
-    if K == 0:  # a sum over nothing: one K-tile of zeros, so that the epilogue runs where it always does
+    if K == 0:  # multiply one K-tile of zeros, so that the epilogue runs as usual
         plan.notes.append("K is 0: the kernel multiplies a K-tile of zeros")
-        if spec.scales_blocks:  # there are none
+        if spec.scales_blocks:  # no blocks, no scales
             kept = (None if kind in ("1x128", "128x128") else kind for kind in (spec.scale_m, spec.scale_n))
             spec = replace(spec, **dict(zip(("scale_m", "scale_n"), kept, strict=True)))
         rows = (d if views[2] is None else views[2](d)).shape[-2]
@@ -214,7 +215,7 @@ def _plan_kernel(plan: Plan, a, b, terms: Terms, out, batch, spec) -> None:
 
 
 def _view_of(name: str, t, batch, fold: bool, plan: Plan):
-    """How the kernel views a tensor of the call: None as it is, else a function of the tensor."""
+    """The kernel's view of a tensor: None if unchanged, otherwise a function of the tensor."""
     if name == "bias":
         return bias_view(t)
     if t.dim() == 2:
@@ -229,7 +230,7 @@ def _view_of(name: str, t, batch, fold: bool, plan: Plan):
 
 
 def _none(t):
-    """The view of scales of no blocks, which the kernel does not take."""
+    """View of block scales if K is 0: None, since the kernel then has no scale parameters."""
 
 
 def _as_matrix(t):

@@ -1,4 +1,4 @@
-"""explain: which kernel, configuration and path a call takes, and why. inspect: what that kernel costs."""
+"""explain: the kernel, configuration and path that a call selects, and why. inspect: the resources of that kernel."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _PLANNERS = {}
 
 
 def explains(op, planner) -> None:
-    """Register the function that plans `op`'s calls: the one the op itself uses."""
+    """Register the function that plans calls of `op`, which the op itself uses."""
     _PLANNERS[op] = planner
 
 
 def planner_of(op):
-    """The function that plans `op`'s calls; ValueError with the known ops if there is none."""
+    """The function that plans calls of `op`; raises ValueError for an unknown op."""
     try:
         return _PLANNERS[op]
     except (KeyError, TypeError):
         known = ", ".join(sorted(o.__name__ for o in _PLANNERS))
-        raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; known are {known}") from None
+        raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; supported ops are {known}") from None
 
 
 def bound_arguments(op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """(args, kwargs) with quantized operands unpacked; TypeError, with the op's own name, if it does not take them."""
+    """(args, kwargs) with Quantized operands unpacked; raises TypeError if they do not match the op's signature."""
     try:
         bound = signature(op).bind(*args, **kwargs)
     except TypeError as error:
@@ -42,14 +42,15 @@ def bound_arguments(op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
-    """The plan of `op(*args, **kwargs)`, without running it; print it to read it.
+    """Return the plan of `op(*args, **kwargs)` without running it; print it to read it.
 
-    Its `facts` hold path, architecture and configuration, `notes` the reasons and every slower way taken. Raises what
-    the call would raise, but for gradients and an `out` that overlaps an operand, which are looked at in each call.
+    `plan.facts` holds path, architecture and configuration, `plan.notes` the reasons, including copies and slow
+    fallbacks. Raises the errors of the call, except those for gradients and for an `out` that overlaps an operand,
+    which are checked in each call.
 
-    With `arch`, such as "sm_90", the plan is the one that an H100 or H200 (sm_90), A100 (sm_80), RTX 3090 (sm_86) or
-    RTX 4090 (sm_89) would make, by the cost model alone. That needs no GPU: tensors may be on the CPU or on torch's
-    "meta" device, and nothing is compiled. Without it, planning compiles the kernel if no cache has it.
+    With `arch` the plan is made for another GPU, by the cost model: "sm_90" for an H100 or H200, "sm_80" for an A100,
+    "sm_86" for an RTX 3090, "sm_89" for an RTX 4090. This needs no GPU: tensors may be on the CPU or on torch's "meta"
+    device, and nothing is compiled. Without it, planning compiles the kernel unless a cache has it.
     """
     planner = planner_of(op)
     args, kwargs = bound_arguments(op, args, kwargs)
@@ -59,21 +60,21 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
         plan = planner(*args, **kwargs)
         if plan.facts is not None:
             spec, sms = assumed()
-            plan.notes.append(f"planned for {spec.name} with {sms} multiprocessors, by the cost model alone")
+            plan.notes.append(f"planned for {spec.name} with {sms} multiprocessors, by the cost model")
         return plan
 
 
 def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
     """Compile the kernel of `op(*args, **kwargs)`, with its epilogue or mask, and read its machine code.
 
-    Nothing is launched. `arch` is as in `explain`: with it, no GPU is needed, and tensors may be on the CPU or on
-    torch's "meta" device; without it, the kernel is the one that the tensors' own GPU runs. Raises what `explain`
-    raises, and ValueError for a call that takes no kernel.
+    Nothing is launched. With `arch`, as in `explain`, no GPU is needed, and tensors may be on the CPU or on torch's
+    "meta" device. Without it, the kernel is that of the tensors' GPU. Raises the errors of `explain`, and ValueError
+    for a call that runs no kernel.
     """
-    from .report import report_of_kernel  # which imports what draws tables
+    from .report import report_of_kernel  # imports rich, for tables
 
     plan = explain(op, *args, arch=arch, **kwargs)
     if plan.facts is None:
         why = "its result is empty" if plan.empty else 'no tensor is on a GPU; name one, such as arch="sm_90"'
-        raise ValueError(f"inspect: this call of {plan.op} takes no kernel: {why}")
+        raise ValueError(f"inspect: this call of {plan.op} runs no kernel: {why}")
     return report_of_kernel(plan.facts)

@@ -1,7 +1,7 @@
-"""Elementwise functions for epilogues, beside torch's own, on tensors and Python numbers alike.
+"""Elementwise functions for epilogues, on tensors and Python numbers, in addition to torch's own.
 
-An epilogue function is written once, with these, with torch's functions and methods, and with Python's operators. It is
-called with a tensor, traced by torch, and compiled into the kernel, where it computes on the fp32 accumulators:
+An epilogue function may use these, torch functions and methods, and Python operators. torch traces it with a tensor,
+and it is compiled into the kernel, where it is applied to the FP32 accumulators:
 
     from cute_kernels import functions as F
 
@@ -21,28 +21,28 @@ relu, sigmoid, silu, gelu = torch.relu, torch.sigmoid, nnf.silu, nnf.gelu
 
 
 def where(condition, x, y):
-    """x where the condition holds, else y; either may be a Python number, and two numbers make an fp32 tensor."""
+    """x where the condition is true, else y. Either may be a Python number; with two numbers the result is float32."""
     if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):
         x = torch.tensor(x, dtype=torch.float32, device=condition.device)
     return torch.where(condition, x, y)
 
 
 def maximum(x, y):
-    """The larger of two tensors or of a tensor and a number; NaN if one of them is."""
+    """The larger of two tensors or of a tensor and a number; propagates NaN."""
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         return torch.maximum(x, y)
     return torch.clamp(x, min=y) if isinstance(x, torch.Tensor) else torch.clamp(y, min=x)
 
 
 def minimum(x, y):
-    """The smaller of two tensors or of a tensor and a number; NaN if one of them is."""
+    """The smaller of two tensors or of a tensor and a number; propagates NaN."""
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         return torch.minimum(x, y)
     return torch.clamp(x, max=y) if isinstance(x, torch.Tensor) else torch.clamp(y, max=x)
 
 
 def gelu_tanh(x):
-    """GELU by its tanh approximation."""
+    """GELU with the tanh approximation."""
     return nnf.gelu(x, approximate="tanh")
 
 

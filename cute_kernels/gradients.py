@@ -1,10 +1,10 @@
-"""Backward of a product's epilogue, and of gemm.
+"""Backward pass of a GEMM's epilogue, and of gemm.
 
 y = f(activation(z)), z = alpha * a @ b + bias + beta * residual. The forward pass saves each operand whose partner
-requires a gradient and, of what the product made, the least that tells the derivative: nothing without an activation or
-function, y of a ReLU, else z, which the forward kernel stores beside y. So a layer with GELU saves as many bytes as
-torch's does. Where the product was computed by an op that did not store z (torch's own opcheck calls it so), backward
-computes it again, and all inputs are saved.
+requires a gradient, and the least that determines the derivative: nothing without an activation or function, y for
+ReLU, otherwise z, which the forward kernel stores in addition to y. So a layer with GELU saves as many bytes as in
+torch. If the forward op did not store z (torch's opcheck calls it that way), all inputs are saved and the backward pass
+recomputes z.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .runtime.transforms import differentiable_once
 
 
 def saved_of(activation: str | None, epilogue) -> str:
-    """What backward wants of the forward product: "y", "z" or ""."""
+    """Name of the forward result that the backward pass reads: "y", "z" or ""."""
     if epilogue is not None:
         return "z"
     return {None: "", "relu": "y"}.get(activation, "z")
@@ -30,10 +30,10 @@ def through_epilogue(
     dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: torch.dtype | None,
     gradient: Callable = epilogue_gradient,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(dz, the sums of its columns), of dy's shape and dtype.
+    """(dz, its column sums); dz has dy's shape and dtype.
 
-    sums: the dtype of the second, which are added up in fp32; None where they are not wanted.
-    gradient: epilogue_gradient, or the op of it.
+    sums: dtype of the column sums, which are accumulated in FP32; None if they are not needed.
+    gradient: epilogue_gradient, or its registered op.
     """
     if activation is None and epilogue is None:
         return dy, None if sums is None else column_sums(dy, sums)
@@ -42,7 +42,7 @@ def through_epilogue(
 
 
 def column_sums(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of (..., columns): (columns,) of this dtype, added up in fp32, of float64 in float64."""
+    """Column sums of (..., columns) as (columns,) in this dtype, accumulated in FP32 (float64 for float64)."""
     if t.dim() != 2:
         t = t.unsqueeze(0).flatten(0, -2)  # reshape(-1, 0) is an error
     wide = accumulator(t.dtype)
@@ -52,22 +52,22 @@ def column_sums(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_columns(bias: Tensor | None) -> bool:
-    """Whether a bias has one value for each column of the result, so that its gradient is the sums of columns."""
+    """True if the bias has one value per column of the result, so that its gradient is a column sum."""
     return bias is not None and (bias.dim() == 1 or bias.shape[0] == 1 and bias.dim() == 2 and bias.shape[1] > 1)
 
 
 def shaped(total: Tensor, bias: Tensor) -> Tensor:
-    """Sums of columns (N,) in the shape of the bias."""
+    """Reshape column sums (N,) to the shape of the bias."""
     return total if bias.dim() == 1 else total.view(bias.shape)  # a view takes 2 us
 
 
 def operands_to_save(a: Tensor, b: Tensor, needed: tuple) -> tuple[Tensor | None, Tensor | None]:
-    """a and b, where the gradient of the other one is needed; needed: whether those of a and b are."""
+    """(a, b), each None unless the other operand's gradient is needed. needed: flags for a and b."""
     return a if needed[1] else None, b if needed[0] else None
 
 
 def sum_to(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of a tensor; of one that was broadcast, summed up in fp32, of fp64 in fp64."""
+    """Reduce a gradient to the shape of a broadcast tensor. Sums are accumulated in FP32 (float64 for float64)."""
     if gradient.shape == shape:
         return gradient if gradient.dtype is dtype else gradient.to(dtype)
     added = gradient.dim() - len(shape)
@@ -76,10 +76,10 @@ def sum_to(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class Gemm(torch.autograd.Function):
-    """gemm, differentiable once in a, b, bias and residual. Backward's products have fp32 sums, whatever forward's.
+    """gemm, differentiable once in a, b, bias and residual. Backward GEMMs always accumulate in FP32.
 
-    Where backward reads z, it is a second output: autograd then finds from it to all inputs, so that a derivative of a
-    gradient raises by whichever input it is asked for. Not to be applied under a transform of torch.func.
+    If the backward pass reads z, z is a second output. Autograd then connects it with all inputs, so that a double
+    backward raises for every input. Must not be applied under a torch.func transform.
     """
 
     @staticmethod
@@ -113,15 +113,15 @@ class Gemm(torch.autograd.Function):
         return None, *gemm_backward(product, epilogue_gradient, *terms, dy)
 
 
-_apply = super(torch.autograd.Function, Gemm).apply  # Gemm.apply without torch.func's part, some 3 us a call
+_apply = super(torch.autograd.Function, Gemm).apply  # skips Gemm.apply's torch.func handling, some 3 us a call
 
 
 def differentiable(
     a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
 ) -> Tensor:
-    """gemm of arguments that autograd watches, outside of transforms of torch.func.
+    """gemm with an argument that requires a gradient, outside of torch.func transforms.
 
-    epilogue: a Program, so that backward differentiates the function as it was in forward.
+    epilogue: a Program, so that the backward pass differentiates the function as it was in the forward pass.
     """
     call = activation, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision
     result = _apply(call, a, b, bias, residual)
@@ -132,13 +132,14 @@ def gemm_backward(
     product: Callable, gradient: Callable, saved: tuple, like: tuple, activation, alpha, beta, epilogue, needed: tuple,
     dy: Tensor,
 ) -> tuple:  # fmt: skip
-    """The gradients of a, b, bias and residual.
+    """Return the gradients of a, b, bias and residual.
 
     Args:
-        product: (a, b, alpha) -> alpha * a @ b; gradient: epilogue_gradient; or both the ops of them.
-        saved: (a, b, bias, y or z); a and b are None where operands_to_save says so.
+        product: (a, b, alpha) -> alpha * a @ b, or its registered op.
+        gradient: epilogue_gradient, or its registered op.
+        saved: (a, b, bias, y or z); a and b as returned by operands_to_save.
         like: shape and dtype of a, and of b.
-        needed: of the same four, whether a gradient is.
+        needed: flags: which of the four gradients are needed.
     """
     (a, b, bias, kept), (needs_a, needs_b, needs_bias, needs_residual) = saved, needed
     shape_a, dtype, shape_b, dtype_b = like
@@ -151,6 +152,6 @@ def gemm_backward(
     if needs_bias:
         dbias = sum_to(dz, bias.shape, bias.dtype) if sums is None else shaped(total, bias)
     dresidual = None
-    if needs_residual:  # one that was not read has a gradient of 0, whatever dz is
+    if needs_residual:  # with beta=0 the residual is not read, so its gradient is 0 even if dz is NaN
         dresidual = dz if beta == 1 else dz * beta if beta != 0 else torch.zeros_like(dz)
     return da, db, dbias, dresidual

@@ -1,38 +1,38 @@
-"""Where the next K-tile comes from: the seam between a mainloop and the structure of its operands.
+"""The interface between a mainloop and its operands' structure: iteration over K-tiles.
 
-A mainloop never computes where its operands lie. It asks a *source*, once per work tile, for a *K-tiles* value,
-and that value, once per step, for a *KTile*:
+A mainloop does not compute operand coordinates. Once per work tile it gets a *K-tiles* value from a *source*, and once
+per step a *KTile* from that value:
 
-    bounds = source.bounds(m, n, l)     # what must be read from memory; asked for one work tile ahead
+    bounds = source.bounds(m, n, l)     # values read from memory; prefetched one work tile ahead
     k_tiles = source.for_tile(m, l, bounds)     # cheap, and the same value in every role of the kernel
-    k_tiles.count                       # how many K-tiles; 0 is legal and means "the sum over nothing"
+    k_tiles.count                       # number of K-tiles; may be 0, the empty sum
     k_tiles.out(n)                      # (rest_m, rest_n, outer_m): the tile of D that column tile n writes
-    k_tiles.l                           # which item of a batch of A it multiplies
+    k_tiles.l                           # batch index of A
     k_tiles.at(i)                       # KTile(a, b); pure
-    k_tiles.scale(i)                    # what the products of K-tile i are multiplied by, where blocks have scales
-    source.columns                      # None, or how many columns work tiles cover, if not all of D's N
-    source.order                        # None, or in which order work tiles come (scheduler.py)
-    source.shared_rows                  # how many neighbouring row tiles have the same K-tiles of B
-    source.shared_columns               # how many neighbouring column tiles have the same K-tiles of A
+    k_tiles.scale(i)                    # scale of K-tile i, if blocks have scales
+    source.columns                      # None, or the number of columns that work tiles cover, if not all of D's N
+    source.order                        # None, or the order of work tiles (scheduler.py)
+    source.shared_rows                  # number of adjacent row tiles with the same K-tiles of B
+    source.shared_columns               # number of adjacent column tiles with the same K-tiles of A
 
-The types are `Source` and `KTiles`, and `Segments` where K-tiles are of several kinds. A cluster loads an operand once
-for CTAs that share it. If their K-tiles differed, the sums would be wrong and nobody would notice. So the kernel
-refuses a cluster for which the source makes no promise (`check_sharing`).
+The types are `Source` and `KTiles`, and `Segments` for K-tiles of several kinds. A cluster loads an operand once for
+the CTAs that share it. If their K-tiles differed, results would be silently wrong. So the kernel rejects a cluster
+unless the source guarantees equal K-tiles (`check_sharing`).
 
 Kernels see their operands as
 
-    mA (M, K, outer_a)        outer_a: batch of a dense A, number of the stored block of a BSR A
-    mB (N, K, outer_k, L)     outer_k: 1 for a dense product, the block column for a BSR one
-    mD (M, N, outer_m, L)     outer_m: 1 for a dense product, the block row for a BSR one
+    mA (M, K, outer_a)        outer_a: batch index of a dense A, index of the stored block of a BSR A
+    mB (N, K, outer_k, L)     outer_k: 1 for a dense GEMM, the block column for a BSR one
+    mD (M, N, outer_m, L)     outer_m: 1 for a dense GEMM, the block row for a BSR one
 
-where M and K are the extents *inside* one outer index: a whole dense matrix, or one block. TMA clips at those
-extents, and so do the cp.async predicates: a tile that hangs over the edge of a block reads nothing of its
-neighbour and writes nothing into it.
+where M and K are the extents *inside* one outer index: a whole dense matrix, or one block. TMA and the cp.async
+predicates clip at those extents: a tile that extends past the edge of a block neither reads nor writes the adjacent
+block.
 
-Two compile-time facts go with a source (config.GemmFacts). `k_blocks` gives, for each K-tile of one period, how many
-MMA steps it holds, of 32 bytes each, so that a block of 112 16-bit columns is a K-tile of 64 (4 steps) and one of 48
-(3 steps), and no step is spent on padding. `clips_k` says that a K-tile's steps may reach past the extent of mode K and
-read zeros there.
+A source comes with two compile-time facts (config.GemmFacts). `k_blocks` is the number of MMA steps, of 32 bytes each,
+of each K-tile in one period. A block of 112 16-bit columns is a K-tile of 64 (4 steps) and one of 48 (3 steps), and no
+step is spent on padding. `clips_k` is True if the steps of a K-tile may reach past the extent of mode K and read zeros
+there.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-ANY = 0  # of Source.shared_rows and shared_columns: all tiles share the operand
+ANY = 0  # value of Source.shared_rows and shared_columns: all tiles share the operand
 
 
 class KTile(NamedTuple):
@@ -53,7 +53,7 @@ class KTile(NamedTuple):
 
 
 class KTiles(Protocol):
-    """What one work tile sums over."""
+    """The K-tiles of one work tile."""
 
     count: Int32
     l: Int32
@@ -64,23 +64,24 @@ class KTiles(Protocol):
 
 
 class Segments(Protocol):
-    """K-tiles that come in segments, each of one kind, so that a mainloop has a loop for each and no branch in any.
+    """K-tiles in segments of one kind each, so that a mainloop has one branch-free loop per segment.
 
-    What a kind says is between a source and its mainloop, as whether a tile of scores is masked element by element.
+    A source and its mainloop agree on the meaning of a kind, e.g. that score tiles need element-wise masking.
     """
 
     count: Int32
-    kinds: tuple  # static, of the segments in their order
-    ends: tuple  # how many K-tiles there are up to the end of each segment; the last one is count
+    kinds: tuple  # static: the kind of each segment, in order
+    ends: tuple  # number of K-tiles up to the end of each segment; the last one is count
 
     def at(self, i): ...
 
 
 class Source(Protocol):
-    """Where the K-tiles of a product come from. A frozen dataclass of tensors and numbers, which kernels take as it is.
+    """Source of a GEMM's K-tiles: a frozen dataclass of tensors and numbers, passed to the kernel as it is.
 
-    `shared_rows`: row tiles number shared_rows * i up to shared_rows * (i + 1) - 1 have the same KTile.b in every
-    step; 1 promises nothing, ANY all of them. `shared_columns` says the same of column tiles and KTile.a.
+    shared_rows: row tiles shared_rows * i to shared_rows * (i + 1) - 1 have the same KTile.b in every step. 1
+        guarantees nothing, ANY means all row tiles.
+    shared_columns: the same for column tiles and KTile.a.
     """
 
     order: cute.Tensor | None
@@ -102,15 +103,15 @@ def check_sharing(source, cluster_m: int, cluster_n: int) -> None:
         shared = getattr(source, name, 1)
         if cluster > 1 and shared % cluster:
             raise ValueError(
-                f"a cluster loads {operand} once for {cluster} neighbouring {tiles} tiles, but "
-                f"{type(source).__name__}.{name} is {shared}: their K-tiles may differ, and the sums would be wrong. "
-                f"Use a configuration without that cluster, or a source that promises {name}"
+                f"a cluster loads {operand} once for {cluster} adjacent {tiles} tiles, so "
+                f"{type(source).__name__}.{name} must be a multiple of {cluster}, got {shared}; use a configuration "
+                f"without that cluster, or a source that guarantees {name}"
             )
 
 
 @dataclass(frozen=True)
 class DenseKTiles:
-    """All K-tiles of a dense product, in ascending order."""
+    """All K-tiles of a dense GEMM, in ascending order."""
 
     count: Int32
     m: Int32
@@ -127,8 +128,8 @@ class DenseKTiles:
 class DenseSource:
     """The trivial source: K-tile i of row tile m lies at (m, i)."""
 
-    count: Int32  # K-tiles of the product
-    a_batch: Int32  # extent of mA's outer mode: 1 where one A serves the whole batch
+    count: Int32  # K-tiles along K
+    a_batch: Int32  # extent of mA's outer mode: 1 if A is shared by the whole batch
     columns = None
 
     @property
@@ -141,7 +142,7 @@ class DenseSource:
 
     @property
     def order(self) -> None:
-        """Work tiles of one length need no order of their own."""
+        """None: work tiles of equal length need no order."""
         return None
 
     def bounds(self, m, n, l) -> tuple:
@@ -153,7 +154,7 @@ class DenseSource:
 
 @dataclass(frozen=True)
 class SplitKTiles:
-    """One rank's share of another K-tiles value: `count` of its K-tiles from `first` on."""
+    """One split-K rank's part of another K-tiles value: `count` K-tiles from `first` on."""
 
     whole: object
     first: Int32
@@ -171,7 +172,7 @@ class SplitKTiles:
 
 
 def split_k_tiles(whole, rank, split: int, period: int) -> SplitKTiles:
-    """The share of `rank` among `split` CTAs: whole periods, ascending with the rank; none where there are fewer."""
+    """K-tiles of `rank` among `split` CTAs: whole periods, ascending with the rank; may be empty."""
     periods = whole.count // period
     first = periods * rank // split
     end = periods * (rank + 1) // split

@@ -1,4 +1,4 @@
-"""How a torch matrix lies in memory, in the few facts that select a kernel."""
+"""Memory layout of a torch matrix, reduced to the facts that select a kernel."""
 
 import math
 from typing import NamedTuple
@@ -9,10 +9,12 @@ from .tile.element import VECTOR_BYTES
 class Layout(NamedTuple):
     """One matrix, or one batch of matrices.
 
-    `contiguous` is the mode of stride 1: "row" (a row's elements are neighbours), "col", or "any" for neither.
-    `align`: the base address and all other strides are multiples of that many elements, 1 to 8. `vector`: the
-    contiguous extent is as well. TMA loads need align == 8, and TMA stores vector == 8; cp.async copies `vector`
-    elements at a time. (Of 4-byte elements 4 in place of 8, of single bytes 16.)
+    contiguous: the mode of stride 1: "row" (the elements of a row are adjacent), "col", or "any" for neither.
+    align: the base address and all other strides are multiples of this many elements, 1 to 8.
+    vector: like align, and the contiguous extent is a multiple as well.
+
+    TMA loads require align == 8, and TMA stores vector == 8; cp.async copies `vector` elements at a time. (The limit is
+    16 bytes: 4 elements of 4 bytes, 16 of one byte.)
     """
 
     contiguous: str
@@ -23,7 +25,7 @@ class Layout(NamedTuple):
 def layout_of(shape, stride, address: int, itemsize: int) -> Layout:
     """The Layout of a (rows, cols) or (L, rows, cols) tensor; strides in elements, the address in bytes.
 
-    A mode of extent 1 may have any stride: it is never stepped along.
+    A mode of extent 1 may have any stride, which is never used.
     """
     strides = [0 if n <= 1 else s for n, s in zip(shape, stride, strict=True)]
     limit = VECTOR_BYTES // itemsize
@@ -33,28 +35,28 @@ def layout_of(shape, stride, address: int, itemsize: int) -> Layout:
         if strides[mode] != 1 and shape[mode] > 1:
             continue
         align = math.gcd(base, *(s for i, s in enumerate(strides) if i != mode))
-        found = Layout(name, align, math.gcd(align, shape[mode]))
-        # The mode that allows the wider copy; of equals the longer one, so that a column vector is not one row.
-        if best.contiguous == "any" or (found.align, found.vector) > (best.align, best.vector):
-            best = found
+        layout = Layout(name, align, math.gcd(align, shape[mode]))
+        # Prefer the mode that allows wider copies, then the longer one, so that a column vector is not one row.
+        if best.contiguous == "any" or (layout.align, layout.vector) > (best.align, best.vector):
+            best = layout
     return best
 
 
 def layout_of_tensor(tensor) -> Layout:
-    """The Layout of a torch tensor; a meta tensor stands for one that will be allocated, so aligned."""
+    """The Layout of a torch tensor. A meta tensor represents a new allocation, which is aligned."""
     address = 0 if tensor.is_meta else tensor.data_ptr()
     return layout_of(tensor.shape, tensor.stride(), address, tensor.element_size())
 
 
 def major(layout: Layout, modes: tuple[str, str]) -> str:
-    """The kernel's name of the contiguous mode of a (rows, cols) tensor whose modes have these names."""
+    """The kernel's name for the contiguous mode of a (rows, cols) tensor with modes of these names."""
     return {"row": modes[1], "col": modes[0], "any": "any"}[layout.contiguous]
 
 
 def flatten_batch(tensor, rank: int):
-    """`tensor` as (rows, cols) or (L, rows, cols), and whether torch had to copy it to get there.
+    """(tensor as (rows, cols) or (L, rows, cols), True if torch had to copy it).
 
-    With rank 2 the batch is folded into the rows, which only a tensor with one row stride allows.
+    With rank 2 the batch is folded into the rows, which requires a single row stride.
     """
     if tensor.dim() == rank:
         return tensor, False
@@ -67,7 +69,7 @@ def flatten_batch(tensor, rank: int):
 
 
 def folds_into_rows(tensor) -> bool:
-    """Whether (..., rows, cols) is one matrix (prod(...) * rows, cols) with a single row stride."""
+    """True if (..., rows, cols) is one matrix (prod(...) * rows, cols) with a single row stride."""
     shape, stride = tensor.shape, tensor.stride()
     expected = None
     for n, s in zip(reversed(shape[:-1]), reversed(stride[:-1]), strict=True):

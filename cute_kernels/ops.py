@@ -1,7 +1,7 @@
-"""gemm: what a torch user calls.
+"""gemm, the user-facing function.
 
-Under torch.compile the call goes through the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`, of a
-Sparse24 through `cute_kernels::sparse24_gemm` and its `_out`.
+Under torch.compile it dispatches to the registered ops `cute_kernels::gemm` and `cute_kernels::gemm_out`, for a
+Sparse24 to `cute_kernels::sparse24_gemm` and its `_out`.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .runtime.front import NeedsDispatcher, dispatched, hidden
 from .sparse24 import eager as sparse24
 from .sparse24.format import Sparse24
 
-SPECIAL = frozenset({Sparse24, Quantized})  # operands that are no tensors
+SPECIAL = frozenset({Sparse24, Quantized})  # operand types that are not tensors
 
 
 def gemm(
@@ -42,72 +42,75 @@ def gemm(
     return_amax: bool = False,
     precision: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """epilogue(activation(alpha * S(a @ b) + bias + beta * residual)), accumulated and applied in fp32.
+    """Compute epilogue(activation(alpha * S(a @ b) + bias + beta * residual)) with FP32 accumulation.
 
-    S multiplies by the scales of float8 operands; of others it is nothing.
+    S applies the dequantization scales of FP8 operands; for other dtypes it is the identity.
 
     Args:
-        a: (..., M, K) bfloat16 or float16, of any strides; on sm_89 and sm_90 also float8_e4m3fn or float8_e5m2; on the
-            CPU all of them, and float32 or float64. Or a Sparse24 (M, K), a matrix with 2:4 structured sparsity: in
-            bfloat16, float16 or, on sm_89 and sm_90, float8, with b (K, N), without scales of blocks and gradients.
-            With a precision also float32.
-        b: (..., K, N) of a's dtype; batch dimensions broadcast as in torch.matmul.
-        bias: (N,), one value a column, or (M, 1), one value a row; bfloat16, float16, float32 or a's dtype,
-            but no float8.
+        a: (..., M, K) with any strides, or a Sparse24 (M, K), a 2:4 sparse matrix. Dtypes: bfloat16, float16; on sm_89
+            and sm_90 also float8_e4m3fn and float8_e5m2; with a precision also float32; on the CPU all of them and
+            float64. A Sparse24 requires b (K, N) and supports neither float32 on a GPU nor block scales nor gradients.
+        b: (..., K, N) with a's dtype; batch dimensions broadcast as in torch.matmul.
+        bias: (N,), one value per column, or (M, 1), one value per row; bfloat16, float16, float32 or a's dtype, but not
+            FP8.
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
-        residual: of the result's shape and dtype.
+        residual: a tensor with the result's shape and dtype.
         alpha, beta: Python floats. With beta=0 the residual is not read, as in torch.addmm: NaN in it has no effect,
-            and its gradient is 0. alpha=0 multiplies as any other number does: NaN in a @ b stays NaN.
-        out: where to write the result, of any strides. It may be `residual`, in the same shape and strides, and shares
-            no memory with any other input.
-        out_dtype: bfloat16, float16 or float32; by default a's dtype, of float8 bfloat16. On sm_89, sm_90 and the CPU
-            also float8_e4m3fn and float8_e5m2, of operands of any dtype but not of a Sparse24, without a residual.
-        epilogue: a function of the fp32 accumulators, written with torch's functions, compiled into the kernel: torch
-            traces it, so that it means what it means in torch (see cute_kernels.functions). It returns a floating-point
-            tensor of the same shape, and captures numbers. It gives captured tensors no gradients: one that requires
-            a gradient raises RuntimeError. Apply it to the result instead, as in gemm(a, b) * scale.
-        scale_a, scale_b: float32, of any strides, of float8 operands alone: what their values are multiplied by, as
-            torch._scaled_mm has it. One element for all of the operand; or (..., M, 1), of a matrix also (M,), one for
-            each row of a, and (..., 1, N) or (N,), one for each column of b; or
-            (..., M, K / 128), one for each row and 128 columns of a, and (..., K / 128, N / 128), one for each 128x128
-            of b, extents rounded up. a and b may have scales of different kinds. See cute_kernels.quantize, whose
-            result may be a or b itself, with its own scale.
-        use_fast_accum: of float8 operands alone: sums stay in the tensor cores, which keep some 14 bits of their
-            mantissas. By default sums of at most 128 products are added up in fp32. Not with scales of blocks.
-        accumulation_dtype: of float16 operands alone, and not of a Sparse24: torch.float16 keeps the sums of products
-            in fp16, which GeForce cards (sm_86, sm_89) add up at twice the rate. Each addition rounds to 11 bits, and a
-            sum beyond 65504 is infinite. All that the sum then goes through is in fp32. None or torch.float32: fp32
-            sums.
-        scale_out: float32 of one element, of float8 outputs alone: what the result is multiplied by before it is
-            rounded, as torch._scaled_mm does with scale_result on a GPU (on a CPU torch 2.13 divides by it). Whoever
-            reads the output multiplies by its reciprocal. Numbers beyond dtype's range, and infinities, become its
-            largest; NaN stays NaN.
-        return_amax: True to return (out, amax), for float8 outputs alone: amax is float32 (1,), the largest magnitude
-            of the result before scale_out and rounding; NaN if the result has one, 0 if it has no elements.
-        precision: of float32 operands alone, which kernels do not multiply without it. "tf32": both are rounded to
-            TF32, 10 bits of mantissa. "3xtf32": each is the sum of two such numbers, and of their products the three
-            larger are added up, which is nearly as exact as fp32 and three times the work; infinite operands give NaN.
-            torch's own setting, torch.set_float32_matmul_precision, changes nothing.
+            and its gradient is 0. With alpha=0, NaN in a @ b stays NaN.
+        out: the output tensor, with any strides. It may be `residual`, with the same shape and strides, and must not
+            share memory with any other input.
+        out_dtype: bfloat16, float16 or float32; by default a's dtype, for FP8 operands bfloat16. On sm_89, sm_90 and
+            the CPU also float8_e4m3fn and float8_e5m2, for operands of any dtype, without a Sparse24 or a residual.
+        epilogue: a function of the FP32 accumulators, written with torch functions. torch traces it, so it has torch's
+            semantics, and it is compiled into the kernel (see cute_kernels.functions). It returns a floating-point
+            tensor of the same shape, and may capture numbers. Captured tensors get no gradients: one that requires a
+            gradient raises RuntimeError. Apply such a tensor to the result instead, as in gemm(a, b) * scale.
+        scale_a, scale_b: dequantization scales of FP8 operands, as in torch._scaled_mm; float32 with any strides. One
+            of these, independently for a and b:
+
+                per tensor    one element
+                per row       scale_a (..., M, 1), for a matrix also (M,)
+                per column    scale_b (..., 1, N) or (N,)
+                1x128         scale_a (..., M, K / 128), rounded up
+                128x128       scale_b (..., K / 128, N / 128), rounded up
+
+            cute_kernels.quantize returns values and scale, and may itself be passed as a or b.
+        use_fast_accum: FP8 operands only. True keeps partial sums in the tensor cores' accumulators, which have some 14
+            bits of mantissa. By default they are promoted to FP32 at least every 128 elements of K. Not supported with
+            block scales.
+        accumulation_dtype: None or torch.float32; for float16 operands without a Sparse24 also torch.float16, the
+            accumulator dtype. FP16 accumulation runs at twice the rate on GeForce cards (sm_86, sm_89). Each addition
+            rounds to 11 bits, and overflows beyond 65504. The epilogue is computed in FP32.
+        scale_out: FP8 outputs only; float32 with one element. The result is multiplied by it before rounding, like
+            torch._scaled_mm's scale_result on a GPU (on a CPU torch 2.13 divides by it). Multiply the output by
+            1 / scale_out to dequantize it. Values beyond the dtype's range, and infinities, saturate; NaN stays NaN.
+        return_amax: FP8 outputs only. True returns (out, amax): amax is float32 (1,), the largest magnitude of the
+            result before scale_out and rounding; NaN if the result contains NaN, 0 if it is empty.
+        precision: required for float32 operands on a GPU. "tf32" rounds both to TF32, 10 bits of mantissa. "3xtf32"
+            splits each into two TF32 numbers and adds up the three larger of their products: nearly FP32 accuracy at
+            three times the cost; infinite operands give NaN. torch.set_float32_matmul_precision has no effect.
 
     Returns:
-        (..., M, N), `out` if it was given; with return_amax (out, amax).
+        (..., M, N), `out` if it was passed; with return_amax (out, amax).
 
-    CUDA tensors run a kernel on the current stream: on Hopper the sm_90 one if a, b and their strides are multiples
-    of 16 bytes, else, and on Ampere and Ada, the sm_80 one; `cute_kernels.explain(gemm, ...)` says which. CPU tensors
-    run a plain torch reference in fp32, of float64 in float64; sums in fp16 are fp32 ones there, rounded once. Results
-    are the same bits on every run. Gradients are products with fp32 sums, and forward's precision.
+    CUDA tensors run a kernel on the current stream. On Hopper this is the sm_90 kernel if the addresses and strides of
+    a and b are multiples of 16 bytes. Otherwise, and on Ampere and Ada, it is the sm_80 kernel.
+    `cute_kernels.explain(gemm, ...)` reports the selection. CPU tensors run a torch reference in FP32 (float64 in
+    float64; FP16 accumulation rounds once). Results are deterministic. Gradients are GEMMs with FP32 accumulation and
+    the same precision.
 
-    A float8 operand that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied
-    first, and so are both where K is no multiple of 16. So is a float32 one, and a K that is no multiple of 4. With
-    "3xtf32" both are copied to where their parts lie side by side along K. `explain` names each copy.
+    An FP8 operand is copied first if it is not contiguous along K, or if its rows or address are not multiples of 16
+    bytes; both are copied if K is not a multiple of 16. The same holds for float32 operands, with K a multiple of 4.
+    With "3xtf32" both are copied, with their parts side by side along K. `explain` names each copy.
 
-    Under torch.autocast a, b and the residual are cast to its dtype (the residual to out_dtype, if that is passed), as
-    those of torch.addmm. Calls with out= or a precision, and float64 and FP8 operands, are not cast.
+    Under torch.autocast a, b and the residual are cast to its dtype (the residual to out_dtype if that is passed), as
+    in torch.addmm. Calls with out= or a precision, and float64 and FP8 operands, are not cast.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.
-        RuntimeError: an argument requires a gradient, and `out` is given, operands or the output are float8, or a is a
-            Sparse24; torch.compile traces the call, and a is a Sparse24 of float8; or the GPU is older than sm_80.
+        TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
+            launch.
+        RuntimeError: an argument requires a gradient and `out` is passed, operands or the output are FP8, or a is a
+            Sparse24; torch.compile traces a call with an FP8 Sparse24; or the GPU is older than sm_80.
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     special = type(a) in SPECIAL or type(b) in SPECIAL
@@ -117,12 +120,12 @@ def gemm(
     watches = out is None and watched(a, b, bias, residual)
     plain = epilogue is None and not special
     if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
-        watches = False  # and the call raises
+        watches = False  # the call raises
     if plain and not (compiling or casts or hidden()):
         try:
             if watches:
-                sums = accumulation_dtype, precision
-                return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *sums)
+                accumulation = accumulation_dtype, precision
+                return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *accumulation)
             y = eager.gemm(
                 a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
                 use_fast_accum, accumulation_dtype, scale_out, amax, precision,
@@ -131,38 +134,38 @@ def gemm(
         except NeedsDispatcher:
             pass
     terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
-    more |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
-    y = _unusual(a, b, terms, more, watches)
+    options = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
+    options |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
+    y = _unusual(a, b, terms, options, watches)
     return y if amax is None else (y, amax)
 
 
-def _unusual(a, b, terms: tuple, more: dict, watches: bool) -> Tensor:
-    """gemm of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function, or
-    of a Sparse24. watches: autograd differentiates it."""
+def _unusual(a, b, terms: tuple, options: dict, watches: bool) -> Tensor:
+    """The slow path of gemm: calls traced by torch.compile or seen by the dispatcher, under autocast, with a user's
+    function, or with a Sparse24. watches: autograd records the call."""
     bias, activation, residual, alpha, beta, out, out_dtype, epilogue = terms
-    scale_a, scale_b, precision = more["scale_a"], more["scale_b"], more["precision"]
+    scale_a, scale_b, precision = options["scale_a"], options["scale_b"], options["precision"]
     if any_autocast() and out is None and precision is None:
         a, b, residual = cast_product(a, b, residual, out_dtype)
         terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    compiling, scale_out, amax = torch.compiler.is_compiling(), more["scale_out"], more["amax"]
+    compiling, scale_out, amax = torch.compiler.is_compiling(), options["scale_out"], options["amax"]
     if isinstance(a, Sparse24) or isinstance(b, Sparse24):
         sparse24.check_wide(scale_out, amax, precision)
         if compiling or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, scale_a, scale_b):
             from .sparse24.torch_op import traced_gemm as run
         else:
             run = sparse24.gemm
-        return run(a, b, *terms, scale_a, scale_b, more["use_fast_accum"], more["accumulation_dtype"])
+        return run(a, b, *terms, scale_a, scale_b, options["use_fast_accum"], options["accumulation_dtype"])
     if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
         try:
             if not watches:
-                return eager.gemm(a, b, *terms, **more)
-            if epilogue is not None:  # here, where captured tensors can be seen to require gradients
+                return eager.gemm(a, b, *terms, **options)
+            if epilogue is not None:  # traced here, where captured tensors still show requires_grad
                 epilogue = epilogue_program("gemm", epilogue)
-            sums = more["accumulation_dtype"], precision
-            return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *sums)
+            accumulation = options["accumulation_dtype"], precision
+            return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *accumulation)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
 
-    return traced_gemm(a, b, *terms, **more)
+    return traced_gemm(a, b, *terms, **options)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-MOST_STEPS = 10_000  # of the search; tensors that need more count as overlapping
+MOST_STEPS = 10_000  # limit of the search; tensors that need more count as overlapping
 
 
 def extent(t: Tensor) -> int:
@@ -33,7 +33,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 def _reaches(terms: list[tuple[int, int]], total: int) -> bool:
     """True if total is a sum of stride * factor, each factor from 0 to its largest."""
-    rest = [0]  # what the terms from i on can add up to
+    rest = [0]  # largest sum of the terms from i on
     for stride, most in reversed(terms):
         rest.insert(0, rest[0] + stride * most)
     pending, seen = [(0, total)], set()

@@ -1,5 +1,4 @@
-"""The same products in plain torch: what CPU tensors run, and what tests compare with. Sums are in fp32, of fp64 in
-fp64."""
+"""Reference GEMMs in plain torch, used for CPU tensors and by tests. They accumulate in FP32 (float64 for float64)."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +10,12 @@ from .dtypes import FLOAT8, accumulator
 from .matmul.precision import rounded
 from .traced.evaluate import evaluate
 
-BLOCK = 128  # rows or columns that have one scale, where blocks have
-GATE = 64  # features of a gate, and of what it multiplies, in turn
+BLOCK = 128  # rows or columns per block scale
+GATE = 64  # columns of gate and of up, which alternate
 
 
 def outside_autocast(function: Callable) -> Callable:
-    """The function with torch.autocast off for CPU tensors, whose products it would round; kernels never see it."""
+    """Decorator that disables torch.autocast for CPU tensors; it would round the reference's matmuls."""
 
     @functools.wraps(function)
     def run(*args, **kwargs):
@@ -29,7 +28,7 @@ def outside_autocast(function: Callable) -> Callable:
 
 
 def linear_terms(acc, bias, residual, alpha, beta):
-    """The epilogue's terms before the activation, in their order, on an fp32 or fp64 accumulator (..., M, N)."""
+    """Apply the epilogue's terms before the activation, in order, to an FP32 or FP64 accumulator (..., M, N)."""
     x = acc * alpha if alpha != 1.0 else acc
     if bias is not None:
         x = x + bias.to(x.dtype)
@@ -39,19 +38,19 @@ def linear_terms(acc, bias, residual, alpha, beta):
 
 
 def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
-    """All of the epilogue's terms; function: a Program."""
+    """Apply all terms of the epilogue; function: a Program."""
     x = linear_terms(acc, bias, residual, alpha, beta)
     if activation is not None:
         x = functions.ACTIVATIONS[activation](x)
     if function is not None:
-        x = evaluate(function, [x]).expand(x.shape)  # a constant is one number
+        x = evaluate(function, [x]).expand(x.shape)  # a constant function returns one element
     return x
 
 
 @outside_autocast
 def gemm(a, b, terms, out, out_dtype):
-    """a (..., M, K) @ b (..., K, N) with the epilogue; rounds once, to the output's dtype. terms: matmul.terms.Terms,
-    of which the epilogue is a Program."""
+    """a (..., M, K) @ b (..., K, N) with the epilogue, rounded once, to the output's dtype. terms: matmul.terms.Terms
+    with a Program as epilogue."""
     wide = accumulator(a.dtype)
     if terms.precision == "tf32":
         a, b = rounded(a), rounded(b)
@@ -63,7 +62,7 @@ def gemm(a, b, terms, out, out_dtype):
     y = b.to(wide) * of_elements(scale_b, b) if b_blocks else b.to(wide)
     acc = torch.matmul(x, y)
     for scale, blocks, dim in ((scale_a, a_blocks, -1), (scale_b, b_blocks, -2)):
-        if scale is not None and not blocks:  # (M,) and (N,) are short for (M, 1) and (1, N)
+        if scale is not None and not blocks:  # (M,) and (N,) mean (M, 1) and (1, N)
             if scale.numel() == 1:
                 scale = scale.reshape(())
             acc = acc * (scale.unsqueeze(dim) if scale.dim() == 1 else scale)
@@ -71,7 +70,7 @@ def gemm(a, b, terms, out, out_dtype):
 
 
 def of_elements(scale, x):
-    """A scale for each element of x, of those of x's blocks of 128 rows or columns."""
+    """Expand scales of blocks of 128 rows or columns to one per element of x."""
     for dim in (-2, -1):
         if scale.shape[dim] not in (1, x.shape[dim]):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, x.shape[dim])
@@ -79,18 +78,18 @@ def of_elements(scale, x):
 
 
 def gate(z, activation):
-    """Of z (..., 2 H), of whose columns 64 belong to the gate, 64 to what it multiplies, and so on: (..., H)."""
+    """activation(gate) * up (..., H) from z (..., 2 H), whose columns alternate, 64 of gate and 64 of up."""
     g, u = z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
     return ((g if activation is None else functions.ACTIVATIONS[activation](g)) * u).flatten(-2)
 
 
 def gate_of_rounded(z, activation):
-    """The same of a z of a product of 8-bit floats: in fp32, of float64 in float64, rounded to z's dtype."""
+    """`gate` for the z of an FP8 GEMM: computed in FP32 (float64 for float64), rounded to z's dtype."""
     return gate(z.to(accumulator(z.dtype)), activation).to(z.dtype)
 
 
 def narrowed(x, terms, out_dtype):
-    """x as 8-bit floats, times scale_out; its largest magnitude goes to amax."""
+    """x * scale_out as FP8; the largest magnitude of x is stored to amax."""
     if terms.amax is not None:
         terms.amax.fill_(x.abs().amax())
     if terms.scale_out is not None:
@@ -100,9 +99,9 @@ def narrowed(x, terms, out_dtype):
 
 
 def finish(acc, terms, out, out_dtype):
-    """The epilogue of an accumulator, rounded once; into `out`, or contiguous. (y, z) if the terms are with z.
+    """Apply the epilogue to an accumulator and round once, into `out` or a contiguous tensor; (y, z) with terms.with_z.
 
-    Sums in fp16 are fp32 ones, rounded once: kernels round each addition.
+    FP16 accumulation is an FP32 accumulator rounded once, whereas kernels round each addition.
     """
     t = terms
     if t.accumulation_dtype == torch.float16:

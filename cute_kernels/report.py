@@ -1,4 +1,4 @@
-"""What `python -m cute_kernels inspect` says about compiled kernels: as JSON, or as tables with the reasons below."""
+"""Reports of `python -m cute_kernels inspect` on compiled kernels, as JSON or as tables followed by problems."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,30 +17,29 @@ from .runtime.parallel import Outcome, inspect_kernel
 
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
 COLUMNS = ("path", "configuration", "problem", "operands", "epilogue")  # of Family.describe
-MOST_COLUMNS = 1000  # of a table in a file or a pipe
+MOST_COLUMNS = 1000  # width of a table in a file or a pipe
 LEGEND = """\
-configuration of a product: tile MxNxK/stages, warps (sm_80) or warpgroups (sm_90), k/ CTAs that share K, c cluster, pp
-ping-pong
-operands of a product: majors of A, B and D, types, and what differs from aligned matrices with 32-bit indices
-regs: on the sm_90 path those of every thread at the start, before setmaxnreg moves them to the consumers
+configuration of a GEMM: tile MxNxK/stages, warps (sm_80) or warpgroups (sm_90), k/ split-K, c cluster, pp ping-pong
+operands of a GEMM: majors of A, B and D, dtypes, and differences from aligned matrices with 32-bit indices
+regs: registers per thread at launch; on the sm_90 path setmaxnreg then moves them to the consumers
 """
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one compiled kernel costs; print it to read it."""
+    """Resources of one compiled kernel; str() formats them."""
 
     name: str
     arch: str  # the compiler's target
-    registers: int  # a thread's, at entry: under setmaxnreg only what the launch allocates
-    stack: int  # bytes a thread; above 0 it spills
-    spills: int  # loads from and stores to local memory, in the code
-    shared_memory: int  # bytes a block, static and dynamic
+    registers: int  # per thread at launch, before setmaxnreg
+    stack: int  # bytes per thread; more than 0 means spills
+    spills: int  # loads from and stores to local memory in the code
+    shared_memory: int  # bytes per CTA, static and dynamic
     shared_memory_limit: int
     instructions: int
-    opcodes: Mapping[str, int]  # how often each instruction stands in the code
-    problems: tuple[str, ...]  # why it should not be shipped
-    facts: Any  # what it was compiled from
+    opcodes: Mapping[str, int]  # number of occurrences of each instruction in the code
+    problems: tuple[str, ...]  # reasons not to ship the kernel
+    facts: Any  # kernel parameters
 
     def __str__(self) -> str:
         counted = {name: self.opcodes.get(name.upper(), 0) for name in (*COUNTED, "ldg", "stg")}
@@ -56,26 +55,26 @@ class KernelReport:
 
 
 def report_of_kernel(facts: Any) -> KernelReport:
-    """Compile the kernel of facts of any family and read its machine code."""
-    found, family = inspect_kernel(facts), family_of(facts)
-    r = found.resources
+    """Compile the kernel with these facts, of any family, and read its machine code."""
+    report, family = inspect_kernel(facts), family_of(facts)
+    r = report.resources
     return KernelReport(
         name=family.title(facts),
         arch=facts.arch,
         registers=r.registers,
         stack=r.stack,
         spills=r.stl + r.ldl,
-        shared_memory=r.static_smem + found.dynamic_smem,
+        shared_memory=r.static_smem + report.dynamic_smem,
         shared_memory_limit=family.smem_limit(facts),
         instructions=r.instructions,
         opcodes=r.opcodes,
-        problems=found.problems,
+        problems=report.problems,
         facts=facts,
     )
 
 
 def row_of(outcome: Outcome) -> dict:
-    """One kernel as JSON; without numbers if it did not compile."""
+    """One kernel as a JSON object; without resources if it did not compile."""
     facts, report = outcome.item, outcome.value
     family = family_of(facts)
     row = {"arch": facts.arch, "family": family.name, "name": family.title(facts)}
@@ -90,7 +89,7 @@ def row_of(outcome: Outcome) -> dict:
 
 
 def table_of(arch: str, outcomes: list[Outcome]) -> Table:
-    """The kernels of one architecture, a row each; no cell is wrapped."""
+    """Table of one architecture's kernels, one row each, without wrapped cells."""
     table = Table(title=title_of(arch, outcomes), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     for name in ("family", *COLUMNS):
@@ -111,7 +110,7 @@ def title_of(arch: str, outcomes: list[Outcome]) -> str:
 
 
 def numbers_of(row: dict) -> dict[str, object]:
-    """A compiled kernel's numbers, by the names of their columns."""
+    """Resources of a compiled kernel by column name."""
     named = {"regs": row["registers"], "stack": row["stack"], "STL/LDL": f"{row['stl']}/{row['ldl']}"}
     named["smem"] = f"{row['static_smem']}+{row['dynamic_smem']}"
     return named | {name.upper(): row[name] for name in COUNTED}
@@ -122,20 +121,20 @@ def verdict_of(row: dict) -> Text:
 
 
 def lines_of(arch: str, outcomes: list[Outcome]) -> Iterator[Text]:
-    """The same for a narrow terminal: a line with a kernel's name, and one with those of its numbers that are not 0."""
+    """Report for a narrow terminal: per kernel one line with its name and one with its nonzero resources."""
     yield Text(title_of(arch, outcomes), "italic")
     for outcome in outcomes:
         row = row_of(outcome)
         yield Text(f"{row['family']}: {row['name']}")
         numbers = numbers_of(row) if outcome.value is not None else {}
-        said = ", ".join(f"{name} {value}" for name, value in numbers.items() if value not in (0, "0/0", "0+0"))
-        yield Text.assemble("    ", verdict_of(row), f"  {said}")
+        text = ", ".join(f"{name} {value}" for name, value in numbers.items() if value not in (0, "0/0", "0+0"))
+        yield Text.assemble("    ", verdict_of(row), f"  {text}")
 
 
 def print_report(outcomes: list[Outcome], seconds: float) -> None:
-    """A table for each architecture, then the reasons against those kernels that have any.
+    """Print a table per architecture, then the problems of the kernels that have any.
 
-    In a file or a pipe a table is as wide as it must be. On a terminal that is narrower, lines take its place.
+    In a file or a pipe a table is as wide as necessary. A terminal that is too narrow for it gets lines instead.
     """
     out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else MOST_COLUMNS)
     for arch in dict.fromkeys(outcome.item.arch for outcome in outcomes):

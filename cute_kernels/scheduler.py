@@ -1,11 +1,11 @@
-"""Which work tile next: a linear index walks panels of N, so that what neighbours share stays in L2.
+"""Tile scheduler: a linear tile index is rasterized in panels of N, so that shared operands stay in L2.
 
-One panel is `group` tiles wide and spans all rows; inside it the index runs along N first. 132 CTAs at work then
-cover about 132 / group row tiles by `group` column tiles: for a dense product a near-square patch of D, for a
-block-sparse one a panel of B (K x group x tile_n elements) that stays in L2 while every block row passes over it.
+A panel is `group` tiles wide and spans all rows; inside it the index runs along N first. 132 resident CTAs then cover
+about 132 / group row tiles by `group` column tiles. For a dense GEMM this is a near-square patch of D, for a
+block-sparse one a panel of B (K x group x tile_n elements) that stays in L2 while all block rows read it.
 
-Work tiles of a sparse product differ in length. A table then says in which order they come, so that all workers finish
-together: see sparse_collective.tile_order.
+Work tiles of a sparse GEMM differ in length. A table then gives their order, so that all CTAs finish together: see
+sparse_collective.tile_order.
 """
 
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ from cutlass.cutlass_dsl import select_
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Work tiles (m, n, l) of a product, in units of cluster tiles.
+    """Work tiles (m, n, l) of a GEMM, in units of cluster tiles.
 
-    A persistent kernel takes index blockIdx, blockIdx + gridDim, ...; a plain one takes its blockIdx and stops.
-    Every role of a kernel decodes the same index with the same function, so their tile counts cannot differ.
+    A CTA of a persistent kernel processes indices blockIdx, blockIdx + gridDim, ...; of any other kernel only blockIdx.
+    All roles of a kernel decode the same index with the same function, so their tile counts cannot differ.
 
-    With `order`, index i is the tile order[i] = (m, l * tiles_n + n). It is a whole number of rounds, one tile a worker
-    and round; only in the last round a worker may have none, which is -1.
+    With `order`, index i is the tile order[i] = (m, l * tiles_n + n). It has a whole number of rounds, each with one
+    tile per worker. Only in the last round a worker may have none, marked by -1.
     """
 
     tiles_m: Int32
     tiles_n: Int32
     batch: Int32
-    group: Int32  # tiles of N in a panel
+    group: Int32  # tiles of N per panel
     order: cute.Tensor | None = None  # (rounds x workers, 2)
-    divisors: tuple | None = None  # of `with_divisors`
+    divisors: tuple | None = None  # set by `with_divisors`
 
     @staticmethod
     def with_divisors(tiles_m: Int32, tiles_n: Int32, batch: Int32, group: Int32, order=None) -> "TileScheduler":
-        """One whose `decode` divides by multiplications, with numbers that the host's part of a kernel makes.
+        """A scheduler whose `decode` divides by multiplication, with divisors precomputed by a kernel's host code.
 
-        A division by a number of run time takes some 150 clocks, and a tile has six, by its own index and the next
-        one's: a twentieth of a block-sparse tile of eight K-tiles.
+        A division by a runtime value takes some 150 clocks, and a tile needs six, for its own index and the next one's:
+        a twentieth of a block-sparse tile of eight K-tiles.
         """
         if order is not None:
             numbers = (tiles_n,)
@@ -57,11 +57,11 @@ class TileScheduler:
 
     @cute.jit
     def end(self, first: Int32, step: Int32):
-        """Where the indices of worker `first` of `step` end."""
+        """End of the index range of worker `first` of `step`."""
         end = self.count
         if cutlass.const_expr(self.order is not None):
             last = end - step + first
-            end = last + cutlass.min(self.order[last, 0] + 1, 1)  # one less where the last round has nothing
+            end = last + cutlass.min(self.order[last, 0] + 1, 1)  # one less if the last round has no tile
         return end
 
     @cute.jit

@@ -1,7 +1,7 @@
-"""The ops as torch.library knows them, for torch.compile and opcheck; eager calls go around it.
+"""torch.library registration of the ops, for torch.compile and opcheck; eager calls bypass it.
 
-A Python function cannot cross an op's schema: a user's is registered here by what it computes, and the graph carries
-that name.
+An op's schema cannot hold a Python function. A user's function is registered here under the hash of its program, and
+the graph contains that name.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ ADVICE = (
 
 
 def register_function(fn, compiled: bool = False) -> str | None:
-    """The name under which a graph refers to an epilogue function: that of its program.
+    """Register an epilogue function and return its name in a graph, the hash of its program.
 
-    compiled: the graph serves later calls, too, so the function may depend on no tensor's value.
+    compiled: the graph is reused by later calls, so the function must not depend on a tensor's value.
     """
     if fn is None:
         return None
@@ -48,8 +48,8 @@ def register_function(fn, compiled: bool = False) -> str | None:
         traced = traced_epilogue("torch.compile", fn)
         if traced.read and compiled:
             raise RuntimeError(
-                "torch.compile: the epilogue function reads the value of a captured tensor, which the compiled graph "
-                "would not see change; capture a Python number, or apply the tensor to the result, as in "
+                "torch.compile: the epilogue function reads the value of a captured tensor, and the compiled graph "
+                "would miss its changes; capture a Python number, or apply the tensor to the result, as in "
                 "gemm(a, b) * scale"
             )
         program = traced.program
@@ -57,15 +57,15 @@ def register_function(fn, compiled: bool = False) -> str | None:
 
 
 def register(name: str, function) -> str:
-    """Keep what a graph will ask for by this name."""
+    """Register a function under a name that graphs refer to."""
     _FUNCTIONS[name] = function
     return name
 
 
 def named_function(fn) -> str | None:
-    """The name of an epilogue function in a graph that is being traced, or in a call that goes through the dispatcher.
+    """Name of an epilogue function in a graph that is being traced, or in a call through the dispatcher.
 
-    The graph serves calls with this function, as long as what the function reads beside its argument is the same.
+    The graph is reused for this function as long as the state that the function reads besides its argument is the same.
     """
     if fn is None:
         return None
@@ -102,11 +102,11 @@ def _name_in_trace(context) -> None:
 
 
 def function_named(name: str | None):
-    """What was registered under a name."""
+    """The function registered under a name."""
     if name is None:
         return None
     if name not in _FUNCTIONS:
-        raise RuntimeError(f"no function {name[:12]} in this process; trace the model here first")
+        raise RuntimeError(f"no epilogue function {name[:12]} in this process; trace the model here first")
     return _FUNCTIONS[name]
 
 
@@ -130,7 +130,7 @@ def _fake(a, b, *, out_dtype, **terms):
 
 
 def _flops(a, b, *_, **__) -> int:
-    """Two for each product; of the operands alone, whatever follows them in the schema."""
+    """2 M N K, from the operands only; further arguments of the schema are ignored."""
     return 2 * math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
@@ -142,7 +142,7 @@ TERMS = (
 
 
 def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | None:
-    """Of an op's output, y or (y, z), what its backward wants; None also where that is z and the op gave y alone."""
+    """The part of an op's output, y or (y, z), that its backward pass reads; None if nothing, or if z is missing."""
     y, z = output if isinstance(output, tuple) else (output, None)
     return {"y": y, "z": z, "": None}[saved_of(activation, epilogue)]
 
@@ -150,8 +150,8 @@ def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | N
 def _setup_context(ctx, inputs, output):
     a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype, precision = inputs
     kept = result_to_save(output, activation, epilogue)
-    again = kept is None and saved_of(activation, epilogue)  # backward computes z, for which it reads all of them
-    saved = (a, b, bias, residual) if again else (*operands_to_save(a, b, ctx.needs_input_grad), bias, None)
+    recompute = kept is None and saved_of(activation, epilogue)  # backward recomputes z from all inputs
+    saved = (a, b, bias, residual) if recompute else (*operands_to_save(a, b, ctx.needs_input_grad), bias, None)
     ctx.save_for_backward(*saved, kept)
     ctx.like = a.shape, a.dtype, b.shape, b.dtype
     ctx.terms, ctx.sums = (activation, alpha, beta, epilogue), (accumulation_dtype, precision)
@@ -159,7 +159,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, *_):
     activation, alpha, beta, epilogue = ctx.terms
-    given, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # without the last that are their defaults
+    count, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # trailing defaults are not counted
     (needs_a, needs_b, needs_bias, _, needs_residual, *_), (_, precision) = (
         (*ctx.needs_input_grad, *(False,) * 11),
         ctx.sums,
@@ -174,7 +174,7 @@ def _backward(ctx, dy, *_):
     saved, needed = (a, b, bias, kept), (needs_a, needs_b, needs_bias, needs_residual)
     terms = saved, ctx.like, activation, alpha, beta, epilogue, needed
     da, db, dbias, dresidual = gemm_backward(product, epilogue_gradient, *terms, dy)
-    return (da, db, dbias, None, dresidual, *(None,) * 6)[:given]
+    return (da, db, dbias, None, dresidual, *(None,) * 6)[:count]
 
 
 def _run_with_z(a, b, *, out, epilogue, **terms):
@@ -212,13 +212,13 @@ library.define(
 
 
 def epilogue_gradient(dy, saved, activation, epilogue: str | None, sums: bool):
-    """epilogue_gradient.eager's, as an op; `epilogue` is a registered name."""
+    """epilogue_gradient.eager.epilogue_gradient as an op; `epilogue` is a registered name."""
     dz, total = torch.ops.cute_kernels.epilogue_gradient(dy, saved, activation, epilogue, sums)
     return dz, total if sums else None
 
 
 def wants_z(activation, epilogue, *tensors) -> bool:
-    """Whether a call that is being traced must store z for backward."""
+    """True if a call that is being traced must store z for the backward pass."""
     return saved_of(activation, epilogue) == "z" and watched(*tensors)
 
 
@@ -227,25 +227,25 @@ library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS
 
 
 def _run_narrow(a, b, *, amax, out, epilogue, **terms):
-    found = a.new_empty(int(amax), dtype=torch.float32)
-    y = eager.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=found if amax else None, **terms)
-    return y, found
+    largest = a.new_empty(int(amax), dtype=torch.float32)
+    y = eager.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=largest if amax else None, **terms)
+    return y, largest
 
 
 def _fake_narrow(a, b, *, amax, **terms):
     return _fake(a, b, **terms), a.new_empty(int(amax), dtype=torch.float32)
 
 
-# The largest magnitude is a result of its own, (1,) or, where it is not asked for, (0,).
+# amax is a separate result, (1,) or, if not requested, (0,).
 NARROW, NARROW_TERMS = "cute_kernels::narrow_gemm", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
 library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor", flops=_flops)
 
 
 def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
-    """The output of an op with NARROW_TERMS; amax gets the largest magnitude of the result."""
-    y, found = library.call(name, inputs, out, (scale_out, amax is not None, *terms))
+    """Call an op with NARROW_TERMS; stores the largest magnitude of the result to amax."""
+    y, largest = library.call(name, inputs, out, (scale_out, amax is not None, *terms))
     if amax is not None:
-        amax.copy_(found)
+        amax.copy_(largest)
     return y
 
 
@@ -253,16 +253,16 @@ def traced_gemm(
     a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
-    """gemm inside a torch.compile trace, and of calls that go through the dispatcher."""
+    """gemm inside a torch.compile trace, and for calls through the dispatcher."""
     check_traced("gemm", a, b, bias, residual, out)
     named = named_function(epilogue)
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype, precision
     if narrow(out, out_dtype, scale_out, amax):
-        check_no_grad("gemm into float8", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
-        given = scale_a, scale_b, use_fast_accum, *terms
-        return called_narrow(NARROW, (a, b), out, given, scale_out, amax)
+        check_no_grad("gemm with an FP8 output", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
+        scaled_terms = scale_a, scale_b, use_fast_accum, *terms
+        return called_narrow(NARROW, (a, b), out, scaled_terms, scale_out, amax)
     if scaled(a, scale_a, scale_b, use_fast_accum):
-        check_no_grad("gemm of float8", a, b, bias, residual, scale_a, scale_b)
+        check_no_grad("gemm with FP8 operands", a, b, bias, residual, scale_a, scale_b)
         terms = scale_a, scale_b, use_fast_accum, *terms
         return library.call("cute_kernels::scaled_gemm", (a, b), out, terms)
     if out is None and wants_z(activation, epilogue, a, b, bias, residual):

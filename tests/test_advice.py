@@ -142,7 +142,7 @@ CASES = {
     ),
     "complex operands": Case(
         lambda d: gemm(torch.complex(*[x_of(d).float()] * 2), torch.complex(*[numbers(d)[1].float()] * 2)),
-        "multiply real and imaginary parts apart, cast with .to",
+        "multiply real and imaginary parts separately, cast with .to",
         lambda d: complex_product(torch.complex(x_of(d).float(), -x_of(d).float()),
                                   torch.complex(*[numbers(d)[1].float()] * 2)),
         want=lambda d: 2 * x_of(d).double() @ numbers(d)[1].double(),

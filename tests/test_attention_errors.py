@@ -126,7 +126,7 @@ def test_refused_by_kernels(device, change, text):
 def test_wider_dtypes_are_the_cpus():
     call = dict(zip("qkv", qkv(33, 47, dtype=torch.float32), strict=True))
     assert attention(**call).dtype is torch.float32
-    with assume("sm_90"), pytest.raises(TypeError, match="q is torch.float32; the kernels multiply"):
+    with assume("sm_90"), pytest.raises(TypeError, match="q is torch.float32; the kernels support"):
         explain(attention, **call)
 
 

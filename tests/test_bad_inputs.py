@@ -99,7 +99,7 @@ def overlapping(buffer):
 GEMM = [
     (lambda c: {"a": [[1.0]]}, TypeError, "a must be a torch.Tensor, got list"),
     (lambda c: {"a": c["a"].to_sparse()}, TypeError, r"a must be a dense \(strided\) tensor, got .*coo"),
-    (lambda c: {"a": c["a"].to(torch.int8)}, TypeError, "a is torch.int8; the kernels multiply"),
+    (lambda c: {"a": c["a"].to(torch.int8)}, TypeError, "a is torch.int8; the kernels support"),
     (lambda c: {"a": c["a"].to("meta")}, ValueError, "tensors on meta; CUDA and CPU tensors"),
     (lambda c: {"a": c["a"][0]}, ValueError, r"a has 1 and b 2 dimensions; both need at least 2 \(use unsq"),
     (lambda c: {"b": c["b"][:, 0]}, ValueError, "a has 2 and b 1 dimensions; both need at least 2"),

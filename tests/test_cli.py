@@ -252,9 +252,9 @@ def test_inspect_of_a_call_reads_the_kernel_that_it_takes():
     assert f"registers {found.registers}" in str(found)
     with pytest.raises(TypeError, match="gemm: b is torch.float16"):
         inspect_gemm(a, b=a.t().half(), arch="sm_80")
-    with pytest.raises(ValueError, match="takes no kernel: its result is empty"):
+    with pytest.raises(ValueError, match="runs no kernel: its result is empty"):
         inspect_gemm(a[:0], b=a.t(), arch="sm_80")
-    with pytest.raises(ValueError, match='takes no kernel: no tensor is on a GPU; name one, such as arch="sm_90"'):
+    with pytest.raises(ValueError, match='runs no kernel: no tensor is on a GPU; name one, such as arch="sm_90"'):
         inspect_gemm(torch.zeros(16, 16, dtype=torch.float16))
 
 
@@ -315,7 +315,7 @@ def test_recorded_facts_are_the_same_when_they_are_read(arch):
     ("line", "reason"),
     [
         ("nothing", "line 1: Expecting value"),
-        ('{"type": "os:system", "fields": {}}', "os:system is in none of the packages"),
+        ('{"type": "os:system", "fields": {}}', "os:system is not in a package"),
         ('{"type": "cute_kernels.runtime.cache:KernelCache", "fields": {}}', "there is no frozen dataclass"),
         ('{"type": "cute_kernels.matmul.config:GemmFacts", "fields": {"no": 1}}', "unexpected keyword argument 'no'"),
     ],
@@ -325,7 +325,7 @@ def test_a_record_that_cannot_be_read_is_one_line(line, reason, tmp_path, capsys
     calls.write_text(line)
     assert cli.main(["compile", "--calls", str(calls), "--out", str(tmp_path / "bundle")]) == 2
     err = capsys.readouterr().err
-    assert reason in err and "record it anew" in err and err.count("\n") == 1
+    assert reason in err and "record it again" in err and err.count("\n") == 1
 
 
 def test_no_bundle_is_left_if_a_kernel_fails_and_other_files_are_left_alone(tmp_path, monkeypatch, capsys, here):
@@ -374,14 +374,14 @@ def test_cache_is_described_and_cleared(tmp_path, monkeypatch, capsys):
     [
         ("", "COMMAND"),
         ("inspect --arch sm_70", "unknown architecture 'sm_70'; known are sm_80, sm_86, sm_89, sm_90"),
-        ("inspect --jobs 0", "'0' is no positive number"),
+        ("inspect --jobs 0", "'0' is not a positive number"),
         ("inspect --family none", "unknown family 'none'; known are dense"),
         ("compile --out x", "the following arguments are required: --arch, or --calls"),
-        ("compile --out x --calls y --op gemm", "leave out what else says which (ops)"),
+        ("compile --out x --calls y --op gemm", "leave out the options ops"),
         ("compile --out x --arch sm_80 --head-dim 100", "head dimension must be 64"),
-        ("compile --out x --arch sm_80 --block 128", "'128' is no block shape"),
-        ("compile --out x --arch sm_80 --block 64x64,100x100", "'100x100' is no block shape"),
-        ("compile --out x --arch sm_80 --block 0x16", "'0x16' is no block shape"),
+        ("compile --out x --arch sm_80 --block 128", "'128' is not a block shape"),
+        ("compile --out x --arch sm_80 --block 64x64,100x100", "'100x100' is not a block shape"),
+        ("compile --out x --arch sm_80 --block 0x16", "'0x16' is not a block shape"),
         ("compile --out x --arch sm_80 --dtype float32", "unknown operand type 'float32'"),
         ("compile --out x --arch sm_80 --op spmm", "unknown operation 'spmm'"),
     ],

@@ -301,7 +301,7 @@ def test_what_no_kernel_reads():
     packed = [t[0].transpose(0, 1) for t in (q, k8, v8)]
     with pytest.raises(TypeError, match="with packed sequences k and v are of q's dtype"):
         attention(*packed, cu_seqlens_q=starts([5, 6]), cu_seqlens_k=starts([5, 6]))
-    with pytest.raises(TypeError, match="k is torch.float8_e4m3fn; the kernels multiply torch.bfloat16"):
+    with pytest.raises(TypeError, match="k is torch.float8_e4m3fn; the kernels support torch.bfloat16"):
         block_sparse_attention(q, k8, v8, torch.ones(32, 32, dtype=torch.bool))
     with pytest.raises((TypeError, ValueError)):
         scaled_dot_product_attention(q, k8, v8)

@@ -202,11 +202,11 @@ def test_refusals(error, words, terms):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_architectures_without_the_conversion_say_what_would_work(arch):
-    with pytest.raises(ValueError, match=f"{arch} has no instruction that rounds to 8 bits.*quantize"):
+    with pytest.raises(ValueError, match=f"{arch} has no FP8 conversion instruction.*quantize"):
         explain(gemm, *operands(64, 64, 64, BF16), out_dtype=E4M3, arch=arch)
     W = random_bsr((128, 128), (64, 64), density=0.5)
     for tokens in (1, 128):
-        with pytest.raises(ValueError, match=f"{arch} has no instruction that rounds to 8 bits"):
+        with pytest.raises(ValueError, match=f"{arch} has no FP8 conversion instruction"):
             explain(bsr_linear, numbers(tokens, 128).to(BF16), W, out_dtype=E4M3, arch=arch)
 
 

@@ -166,10 +166,10 @@ def test_named_barriers_of_a_kernel_are_not_shared(kernel):
 @pytest.mark.parametrize(
     ("uses", "threads", "counts", "message"),
     [
-        (((1, 2, 128),), 256, {1: 3}, "3 barriers from 1 on, of 2"),
+        (((1, 2, 128),), 256, {1: 3}, "3 barriers from 1 on; the table has 2"),
         (((1, 2, 128),), 256, {2: 1}, "from 2 on are not in the table"),
-        (((1, 2, 256),), 160, {1: 1}, "256 threads meet at barrier 1; .* of a CTA's 160"),
-        (((1, 2, 48),), 256, {1: 1}, "48 threads meet at barrier 1; it takes whole warps"),
+        (((1, 2, 256),), 160, {1: 1}, "256 threads arrive at barrier 1; .* at most the CTA's 160"),
+        (((1, 2, 48),), 256, {1: 1}, "48 threads arrive at barrier 1; it must be whole warps"),
         (((1, 3, 128), (3, 2, 128)), 256, {1: 3, 3: 1}, "each is one of 1 to 15, for one use"),
         (((15, 2, 128),), 256, {15: 2}, "each is one of 1 to 15, for one use"),
         (((0, 1, 128),), 256, {0: 1}, "each is one of 1 to 15, for one use"),
@@ -184,12 +184,12 @@ def test_counts_that_would_hang(monkeypatch, uses, threads, counts, message):
 @pytest.mark.parametrize(
     ("arrivals", "message"),
     [
-        (Arrivals(1, 12), "12 warps give a stage back, in 1 groups of consumers; the CTA has 8 consumer warps"),
-        (Arrivals(1, 8, groups=2), "8 warps give a stage back, in 2 groups of consumers; the CTA has 8 consumer warps"),
-        (Arrivals(5, 8), "5 warps fill a stage, of 4 producer warps"),
-        (Arrivals(1, 8, threads=4), "4 threads of a warp arrive; one does, or all 32"),
-        (Arrivals(1, 8, sharers=3), "3 CTAs give a stage back, of a cluster of 2"),
-        (Arrivals(1, 8, others=4), "4 other warps read a stage, beside 1 of 4"),
+        (Arrivals(1, 12), "12 warps release a stage, in 1 consumer groups; the CTA has 8 consumer warps"),
+        (Arrivals(1, 8, groups=2), "8 warps release a stage, in 2 consumer groups; the CTA has 8 consumer warps"),
+        (Arrivals(5, 8), "5 warps fill a stage; the CTA has 4 producer warps"),
+        (Arrivals(1, 8, threads=4), "4 threads of a warp arrive; it must be 1 or 32"),
+        (Arrivals(1, 8, sharers=3), "3 CTAs release a stage; the cluster has 2"),
+        (Arrivals(1, 8, others=4), "4 other warps read a stage; 3 of 4 producer warps do not fill it"),
     ],
 )
 def test_arrivals_that_would_hang(arrivals, message):

@@ -141,7 +141,7 @@ def test_every_work_tile_comes_once(tiles_m, tiles_n, batch, group):
     assert len(set(found)) == scheduler.count == tiles_m * tiles_n * batch
 
 
-# What neighbouring tiles share
+# K-tiles that adjacent tiles share
 
 
 def test_a_cluster_is_refused_where_the_source_makes_no_promise():
@@ -151,11 +151,19 @@ def test_a_cluster_is_refused_where_the_source_makes_no_promise():
         check_sharing(source, *cluster)
     check_sharing(object(), 1, 1)
     for source, cluster, text in (
-        (BsrSource(index, index, 3, 1), (2, 1), "B once for 2 neighbouring row tiles, but BsrSource.shared_rows is 3"),
-        (BsrSource(index, index, 1, 1), (2, 1), "shared_rows is 1"),
-        (grouped, (1, 2), "A once for 2 neighbouring column tiles, but BsrSource.shared_columns is 3"),
-        (object(), (2, 1), "object.shared_rows is 1"),
-        (object(), (1, 2), "or a source that promises shared_columns"),
+        (
+            BsrSource(index, index, 3, 1),
+            (2, 1),
+            "B once for 2 adjacent row tiles, so BsrSource.shared_rows must be a multiple of 2, got 3",
+        ),
+        (BsrSource(index, index, 1, 1), (2, 1), "shared_rows must be a multiple of 2, got 1"),
+        (
+            grouped,
+            (1, 2),
+            "A once for 2 adjacent column tiles, so BsrSource.shared_columns must be a multiple of 2, got 3",
+        ),
+        (object(), (2, 1), "object.shared_rows must be a multiple of 2, got 1"),
+        (object(), (1, 2), "or a source that guarantees shared_columns"),
     ):
         with pytest.raises(ValueError, match=text):
             check_sharing(source, *cluster)

@@ -149,7 +149,7 @@ def test_repr_and_error_of_float32(emulated):
     layer = layer_of(density=0.25, dtype=torch.float32, activation="silu")
     text = "in_features=128, out_features=96, bias=True, blocksize=(32, 32), density=0.25, blocks=3 of 12"
     assert repr(layer) == f"BsrLinear({text}, activation='silu')"
-    with pytest.raises(TypeError, match="the kernels multiply torch.bfloat16 and torch.float16"):
+    with pytest.raises(TypeError, match="the kernels support torch.bfloat16 and torch.float16"):
         layer(torch.randn(4, 128))
 
 

@@ -167,7 +167,9 @@ def test_out_in_an_input(op, name, place, request):
 def test_residual_and_bias(place):
     a, b = normal(256, 64, device=place), normal(64, 128, device=place)
     memory = normal(384, 128, device=place)
-    with pytest.raises(ValueError, match=f"{REFUSED} of shape .256, 128.*pass an out with .*or the residual itself"):
+    with pytest.raises(
+        ValueError, match=f"{REFUSED} of shape .256, 128.*pass a separate tensor.*or the residual itself"
+    ):
         gemm(a, b, residual=memory[:256], out=memory[128:])
     with pytest.raises(ValueError, match=f"{REFUSED} of shape .128,"):
         gemm(a, b, bias=memory[5], out=memory[:256])

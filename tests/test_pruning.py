@@ -510,7 +510,7 @@ def test_what_is_left_alone():
         "attention.out_proj": "is a NonDynamicallyQuantizableLinear",
         "hooked": "has hooks, which would be lost",
         "complex": "values cannot be torch.complex64; use one of torch.bfloat16, torch.float16, torch.float32, on the "
-        "CPU also torch.float64 (multiply real and imaginary parts apart, cast with .to())",
+        "CPU also torch.float64 (multiply real and imaginary parts separately, cast with .to())",
     }
     report = densify_(model)
     assert [c.name for c in report.changed] == ["own", "gated.gate_up", "gated.down", "twice.a"]

@@ -210,4 +210,4 @@ def test_kernels_for_rows():
     for facts, n in zip(found, range(1, 8192), strict=True):
         assert not facts.held or facts.lanes * facts.vectors >= n
     facts = facts_for("sm_86", "bfloat16", "float8_e4m3fn", "row", 8)
-    assert "sm_86 has no instruction" in QUANTIZING.unsupported(facts)
+    assert "sm_86 has no FP8 conversion instruction" in QUANTIZING.unsupported(facts)

@@ -92,7 +92,7 @@ def test_a_second_scale_is_refused(name):
     name, scale = next(iter(scales.items()))
     for call in (op, lambda **terms: explain(op, **terms)):
         with pytest.raises(
-            ValueError, match=f"{name} is given for a quantized ., which has its own scale; leave {name}"
+            ValueError, match=f"{name} must be None for a Quantized ., which has its own scale; leave {name}"
         ):
             call(**operands, **more, **{name: scale})
 

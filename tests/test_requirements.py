@@ -21,7 +21,7 @@ def test_architectures():
 def test_gpus_without_kernels(capability):
     reason = "no kernels for compute capability .*; supported are 8.0, 8.6, 8.7, 8.9 and 9.0"
     if capability < (8, 0):
-        reason = rf"{capability[0]}\.{capability[1]} is below 8.0: the kernels need cp.async"
+        reason = rf"{capability[0]}\.{capability[1]} is below 8.0: the kernels require cp.async"
     with pytest.raises(RuntimeError, match=reason):
         arch_of(capability)
     with pytest.raises(ValueError, match="unknown architecture 'sm_75'; known are sm_80, sm_86, sm_89, sm_90"):

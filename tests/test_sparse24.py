@@ -293,7 +293,7 @@ def refusals() -> list:
         (lambda: gemm(W, b, bias=leaf(torch.ones(24))), RuntimeError, "Sparse24 does not compute gradients"),
         (lambda: gemm(Sparse24(leaf(W.values), W.metadata, W.shape), b), RuntimeError, "does not compute gradients"),
         (lambda: gemm(W, b, out=b[:32]), ValueError, "out shares memory with an input"),
-        (lambda: explain(gemm, W.to(FP32), b.float(), arch="sm_90"), TypeError, "torch.float32; the kernels multiply"),
+        (lambda: explain(gemm, W.to(FP32), b.float(), arch="sm_90"), TypeError, "torch.float32; the kernels support"),
     ]
 
 

@@ -352,7 +352,7 @@ def test_what_has_no_precision():
     groups = torch.zeros(2, dtype=torch.int32)
     stacked = BsrMatrix.stack([W, W])
     for op, matrix, routing in ((bsr_gated_linear, W, {}), (bsr_grouped_linear, stacked, {"expert_ids": groups})):
-        with pytest.raises(TypeError, match="torch.float32; the kernels multiply .*cast with .to"):
+        with pytest.raises(TypeError, match="torch.float32; the kernels support .*cast with .to"):
             explain(op, x, matrix, **routing, arch="sm_90")
     with pytest.raises(ValueError, match=r"transposed view of blocks of float32.*W.transpose\(\)"):
         explain(bsr_matmul, W.t(), x, arch="sm_90", precision="tf32")

@@ -1,2 +1,1 @@
-"""8-bit floats and their scales by kernels that read their numbers once, or
-twice where registers do not hold what shares a scale."""
+"""FP8 quantization kernels. They read x once, or twice if a group with one scale does not fit in registers."""

@@ -1,32 +1,34 @@
-"""What a quantising kernel is compiled from, and which one a tensor takes."""
+"""Kernel parameters of the quantization kernels, and their selection."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..tile.element import element_of
 
-THREADS = 256  # of a CTA
+THREADS = 256  # per CTA
 WARP = 32
-GATE = 64  # columns of gates, and of what they multiply, in turn
-BLOCK = 128  # rows and columns that share a scale, where blocks do
-TOKENS_SERVED = (64, 128, 256)  # columns of tokens
-MOST_BYTES = 512  # of a token: a CTA has 128 of them in registers
-NO_TOKENS = 2.0**-24  # the scale of a block of tokens that are zeros
-MOST_VECTORS = 8  # of a thread, 32 registers
-LOOPED_VECTORS = 4  # of a thread in each turn, where a row is longer than that
-AMAX_CTAS = 4  # of a multiprocessor, of the kernel that looks for the largest magnitude of a tensor
+GATE = 64  # columns of gate and of up, which alternate
+BLOCK = 128  # rows or columns per block scale
+TOKENS_SERVED = (64, 128, 256)  # supported columns of tokens
+MOST_BYTES = 512  # per token: a CTA holds 128 tokens in registers
+NO_TOKENS = 2.0**-24  # scale of a block of tokens that are all zero
+MOST_VECTORS = 8  # per thread, 32 registers
+LOOPED_VECTORS = 4  # per thread and iteration, for longer rows
+AMAX_CTAS = 4  # CTAs per SM of the amax kernel
 
 
 @dataclass(frozen=True)
 class QuantizeFacts:
-    """`step`: "groups", a scale for each group of numbers; or of one scale for all "amax" and then "values".
+    """Kernel parameters of one quantization kernel.
 
-    A group is `rows` rows by `columns` columns of a matrix, or whole rows where columns is 0. So many `lanes` of a CTA
-    share it, each of which has `vectors` of 16 bytes at once; not `held`: all that a group has takes several turns,
-    and is read twice. The same lanes have `each` groups at once. With `gate`, an activation or "none", a row of x holds
-    64 numbers of a gate and 64 that it multiplies in turn, and their products are what becomes 8 bits wide.
-
-    `follows`, `leads`: see tile/chain.py.
+    step: "groups", one scale per group of elements; or, for one scale per tensor, "amax" and then "values".
+    rows, columns: extents of a group; columns is 0 for whole rows.
+    lanes, vectors: threads per group, and vectors of 16 bytes that each of them loads at once.
+    held: True if the lanes hold a whole group in registers; otherwise it takes several iterations and is read twice.
+    each: groups that the same lanes process at once.
+    gate: an activation or "none"; a row of x then alternates 64 columns of gate and 64 of up, and activation(gate) * up
+        is quantized.
+    follows, leads: programmatic dependent launch as the secondary and the primary kernel; see tile/chain.py.
     """
 
     family: ClassVar[str] = "quantize"
@@ -41,22 +43,22 @@ class QuantizeFacts:
     held: bool = True
     each: int = 1
     gate: str | None = None
-    none: float = 1.0  # the scale of a group whose own would be no normal number
+    none: float = 1.0  # scale of a group whose own would not be a normal number
     follows: bool = False
     leads: bool = False
 
     def key(self) -> str:
-        """A text that is the same in every process."""
+        """Cache key, stable across processes."""
         return repr(self)
 
     @property
     def elements(self) -> int:
-        """Of a vector."""
+        """Elements per vector."""
         return element_of(self.dtype).vector
 
 
 def facts_for(arch: str, dtype: str, out_dtype: str, per: str, columns: int) -> QuantizeFacts:
-    """The kernel for a matrix of so many columns with a scale per "row", "tokens", "1x128" or "128x128"."""
+    """Select the kernel for a matrix with this many columns and a scale per "row", "tokens", "1x128" or "128x128"."""
     names, elements = (arch, dtype, out_dtype), element_of(dtype).vector
     if per == "1x128":
         return QuantizeFacts(*names, columns=BLOCK, lanes=8, vectors=BLOCK // elements // 8, each=2)
@@ -67,6 +69,6 @@ def facts_for(arch: str, dtype: str, out_dtype: str, per: str, columns: int) -> 
         return QuantizeFacts(*names, rows=BLOCK, columns=columns, vectors=vectors, none=NO_TOKENS)
     vectors = -(-columns // elements)
     lanes = WARP if vectors <= WARP * 4 else THREADS
-    each = 1 << (-(-vectors // lanes) - 1).bit_length()  # a power of two, so that there are few kernels
+    each = 1 << (-(-vectors // lanes) - 1).bit_length()  # a power of two, to limit the number of kernels
     held = each <= MOST_VECTORS
     return QuantizeFacts(*names, lanes=lanes, vectors=each if held else LOOPED_VECTORS, held=held)

@@ -1,4 +1,4 @@
-"""8-bit floats and their scales by the kernels, of tensors that these serve; torch's functions serve the others."""
+"""Eager dispatch to the quantization kernels; tensors that they do not support use torch functions."""
 
 from dataclasses import replace
 
@@ -13,18 +13,18 @@ from . import family  # noqa: F401 (importing it registers the family)
 from .config import AMAX_CTAS, BLOCK, MOST_BYTES, THREADS, TOKENS_SERVED, QuantizeFacts, facts_for
 
 SERVED = ("tensor", "row", "tokens", "1x128", "128x128")
-MOST_FOLLOWING = 16  # rows of gates whose kernel begins before their product ends
+MOST_FOLLOWING = 16  # rows up to which the gated kernel is a secondary of the GEMM before it
 
 
 def quantized(x: Tensor, dtype: torch.dtype, per: str, *, leads: bool = False) -> tuple[Tensor, Tensor] | None:
-    """quantize's (values, scale) of an x with elements; None where no kernel serves it.
+    """quantize's (values, scale) of a nonempty x; None if no kernel supports it.
 
-    leads: whether a product of them is launched next, see tile/chain.py; of a scale per "row".
+    leads: with per="row", True if a GEMM of the result is launched next, as the secondary kernel; see tile/chain.py.
 
-    They serve bfloat16, float16 and float32 on sm_89 and sm_90, per what SERVED names. Memory is without gaps, and
-    contiguous along x's last mode, or of one scale or blocks of 128x128 the one before; it begins at a multiple of 16
-    bytes, and a row is a multiple of them. Of a batch of blocks of 128x128 or of tokens rows are a multiple of 128.
-    Tokens have 64, 128 or 256 columns, of fp32 64 or 128. Elements are numbered in 32 bits.
+    Kernels support bfloat16, float16 and float32 on sm_89 and sm_90, with `per` in SERVED and fewer than 2^31 elements.
+    x must be dense and contiguous along its last mode; with per "tensor" or "128x128" the mode before it may be the
+    contiguous one. Address and rows must be multiples of 16 bytes. In a batch with per "128x128" or "tokens" the rows
+    must be a multiple of 128. Tokens have 64, 128 or 256 columns, in float32 64 or 128.
     """
     if per not in SERVED or not _readable(x):
         return None
@@ -33,8 +33,8 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str, *, leads: bool = False) -
     if not x.is_contiguous():
         if per not in ("tensor", "128x128") or x.dim() < 2 or not x.mT.is_contiguous():
             return None
-        found = quantized(x.mT, dtype, per)
-        return found and (found[0].mT, found[1].mT if per == "128x128" else found[1])
+        result = quantized(x.mT, dtype, per)
+        return result and (result[0].mT, result[1].mT if per == "128x128" else result[1])
     spec, sms = device_arch(x.get_device())
     names = spec.target, NAMES[x.dtype], FLOAT8[dtype]
     facts = QuantizeFacts(*names, step="values") if per == "tensor" else facts_for(*names, per, x.shape[-1])
@@ -55,37 +55,38 @@ def quantized(x: Tensor, dtype: torch.dtype, per: str, *, leads: bool = False) -
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether a kernel may read x as far as type, dtype, device, address and size go."""
+    """True if type, dtype, device, address and size of x allow a kernel to read it."""
     if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
         return False
     if functorch_active() or dispatch_modes():
         return False
-    if type(x) is not Tensor:  # fake tensors and others that have no memory of their own
+    if type(x) is not Tensor:  # fake tensors and other subclasses without memory
         return False
     try:
         return x.dtype in NAMES and x.data_ptr() & 15 == 0 and x.numel() < 1 << 31
-    except RuntimeError:  # inside of torch.func, where a tensor stands for others
+    except RuntimeError:  # a torch.func wrapper has no data_ptr
         return False
 
 
 def _by_one_scale(facts: QuantizeFacts, x: Tensor, values: Tensor, sms: int) -> Tensor:
-    """Fill in values; the scale."""
+    """Fill in values and return the scale."""
     amax, scale = (torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
-    turns = -(-x.shape[1] // (facts.lanes * facts.vectors * facts.elements))
+    chunks = -(-x.shape[1] // (facts.lanes * facts.vectors * facts.elements))
     first = QuantizeFacts(facts.arch, facts.dtype, facts.out_dtype, step="amax")
-    function_for(first)(x, None, None, amax, min(turns, AMAX_CTAS * sms))
-    function_for(facts)(x, values, scale, amax, turns)
+    function_for(first)(x, None, None, amax, min(chunks, AMAX_CTAS * sms))
+    function_for(facts)(x, values, scale, amax, chunks)
     return scale
 
 
 def quantized_gated(
     z: Tensor, activation: str | None, dtype: torch.dtype, *, chained: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """quantize_gated's (values, scale) of a z with elements; None where no kernel serves it.
+    """quantize_gated's (values, scale) of a nonempty z; None if no kernel supports it.
 
-    chained: whether z is of a product that leads, and a product of the values is launched next; see tile/chain.py.
+    chained: True if z is the result of a primary kernel, and a GEMM of the values is launched next as a secondary
+    kernel; see tile/chain.py.
 
-    They serve contiguous bfloat16 and float16 on sm_89 and sm_90 that begin at a multiple of 16 bytes.
+    Kernels support contiguous bfloat16 and float16 on sm_89 and sm_90 whose address is a multiple of 16 bytes.
     """
     if not _readable(z) or not z.is_contiguous():
         return None
@@ -93,7 +94,7 @@ def quantized_gated(
     spec, _ = device_arch(z.get_device())
     facts = facts_for(spec.target, NAMES[z.dtype], FLOAT8[dtype], "row", columns)
     rows, chained = z.numel() // z.shape[-1], chained and spec.capability >= (9, 0)
-    # Of more rows the CTAs that follow would all be on the few SMs that the product has left idle.
+    # With more rows all CTAs of a secondary kernel would be on the few SMs that the GEMM has left idle.
     facts = replace(facts, gate=activation or "none", leads=chained, follows=chained and rows <= MOST_FOLLOWING)
     if unsupported(facts):
         return None

@@ -1,4 +1,4 @@
-"""The quantising kernels, as a family."""
+"""Kernel family of FP8 quantization."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ WIDE, NARROW = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "float8_e5m
 
 
 class Quantizing(Family):
-    """8-bit floats and their scales."""
+    """FP8 quantization kernels."""
 
     name = "quantize"
     ops = ("quantize",)
@@ -36,22 +36,22 @@ class Quantizing(Family):
     def unsupported(self, facts: QuantizeFacts) -> str:
         spec = arch_named(facts.arch)
         if facts.dtype not in WIDE or facts.out_dtype not in NARROW:
-            return f"{facts.dtype} to {facts.out_dtype}: the kernels make 8-bit floats of {', '.join(WIDE)}"
+            return f"{facts.dtype} to {facts.out_dtype}: the kernels quantize {', '.join(WIDE)} to FP8"
         if facts.gate and facts.elements != BITS_16.vector:
-            return f"gates of {facts.dtype}: the kernels multiply those of 16 bits"
+            return f"a gate of {facts.dtype}: the kernels support bfloat16 and float16"
         if spec.capability < (8, 9):
-            return f"{facts.out_dtype}: {spec.name} has no instruction that rounds to 8 bits; sm_89 and sm_90 have"
+            return f"{facts.out_dtype}: {spec.name} has no FP8 conversion instruction; sm_89 and sm_90 do"
         return ""
 
     def judge(self, facts: QuantizeFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """Add a problem: registers for fewer resident CTAs than the launch counts on."""
+        """Add a problem if registers allow fewer resident CTAs than the launch assumes."""
         resident = self.entry(facts).resident
         if resident > 1 and resources.registers * 256 * resident > 65_536:
             return [*problems, f"{resources.registers} registers a thread are too many for {resident} CTAs an SM"]
         return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[QuantizeFacts]:
-        """Every kernel of bfloat16 to e4m3, and of other dtypes one of each kind."""
+        """All kernels for bfloat16 to E4M3, and one of each kind for other dtypes."""
         target, found = arch_named(arch).target, []
         lengths = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
         for dtype, out_dtype in (("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("float32", NARROW[0])):

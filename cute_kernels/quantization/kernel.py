@@ -1,18 +1,17 @@
-"""8-bit floats and their scales in one pass over memory.
+"""FP8 quantization in one pass over memory.
 
-    lanes      load what they have of a group, or of several, vectors of 16 bytes, and keep it in registers
-    group      its largest magnitude: by shuffles, and between warps through shared memory
-    lanes      scale = largest / top; divide, round, store
+    lanes      load vectors of 16 bytes of one or several groups into registers
+    group      reduce the amax: by shuffles, and between warps through shared memory
+    lanes      scale = amax / top; divide, round, store
 
-A group is a row, or a block of 1x128 or 128x128. A row that registers do not hold is read twice, the second time from
-L2. One scale for a whole tensor takes two kernels: one raises `amax` to the largest magnitude of all, the other has
-groups whose scale is that of amax. With gates, each of the numbers is computed as it is loaded, and rounded to x's
-dtype.
+A group is a row, or a block of 1x128 or 128x128. A row that does not fit in registers is read twice, the second time
+from L2. One scale per tensor takes two kernels: the first computes `amax`, the second quantizes with its scale. With a
+gate, each element is computed as it is loaded, and rounded to x's dtype.
 
-Results are those of torch's operations in fp32, bit for bit: scales and quotients are rounded as division rounds them.
-A quotient is x times the reciprocal of the scale, twice corrected by its remainder, which is exact in an fma. That is
-without branches, where a division has some. Both are multiplied by a power of two before, so that no remainder that
-matters leaves the normal numbers.
+Results are bitwise identical to torch's operations in FP32: scales and quotients are rounded like divisions. A quotient
+is x times the reciprocal of the scale, corrected twice by its remainder, which an fma computes exactly. Unlike a
+division this has no branches. x and scale are first multiplied by a power of two, so that relevant remainders stay
+normal numbers.
 """
 
 import cuda.bindings.driver as cuda
@@ -31,14 +30,14 @@ from ..tile.ptx import load_vector
 from ..traced.activations import ACTIVATIONS
 from .config import GATE, THREADS, WARP, QuantizeFacts
 
-TINY, SMALL, LARGE = 2.0**-126, 2.0**-90, 2.0**90  # of scales
-SHIFT = 2.0**64  # what smaller ones are multiplied by, and larger ones divided
-CARVEOUT = 10  # per cent of what a multiprocessor has; unnamed, the DSL would ask a GPU for it
+TINY, SMALL, LARGE = 2.0**-126, 2.0**-90, 2.0**90  # bounds of scales
+SHIFT = 2.0**64  # factor for scales below SMALL, divisor for scales above LARGE
+CARVEOUT = 10  # percent of an SM's shared memory; without a value the DSL would query a GPU
 RESIDENT = {1: 6, 2: 5, 4: 4, 8: 3, 16: 2}
 
 
 class Quantize:
-    """The kernel of one `QuantizeFacts`."""
+    """Quantization kernel for one `QuantizeFacts`."""
 
     def __init__(self, facts: QuantizeFacts):
         import torch
@@ -48,18 +47,18 @@ class Quantize:
         self.top = torch.finfo(TORCH[facts.out_dtype]).max
         self.per_cta = THREADS // facts.lanes  # groups
         self.words = VECTOR_BYTES // 4
-        # CTAs that a multiprocessor is to hold, which bounds their registers: it has 64 KB or more on the way then.
+        # Resident CTAs per SM, which bound their registers: 64 KB or more of loads are then in flight.
         self.resident = RESIDENT[facts.vectors * facts.each] - (facts.gate is not None and not facts.held)
-        self.turn = facts.lanes * facts.vectors  # vectors of a group that its lanes have at once
-        self.line = facts.columns // facts.elements  # vectors of a row of a block
+        self.turn = facts.lanes * facts.vectors  # vectors of a group that its lanes hold at once
+        self.line = facts.columns // facts.elements  # vectors per row of a block
 
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # (rows, columns), contiguous, columns a multiple of a vector; with gates twice as many
-        values: cute.Tensor | None,  # (rows, columns) of 8-bit floats, contiguous
-        scales: cute.Tensor | None,  # (groups,) fp32
-        amax: cute.Tensor | None,  # (1,) fp32, of one scale for all: not negative, raised or read
+        x: cute.Tensor,  # (rows, columns), contiguous, columns a multiple of a vector; with a gate twice as many
+        values: cute.Tensor | None,  # (rows, columns) FP8, contiguous
+        scales: cute.Tensor | None,  # (groups,) FP32
+        amax: cute.Tensor | None,  # (1,) FP32, for one scale per tensor: not negative; updated or read
         ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -79,7 +78,7 @@ class Quantize:
         chained(facts)
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         lane = tidx % facts.lanes
-        if const_expr(facts.step == "values"):  # a turn of the tensor for each CTA
+        if const_expr(facts.step == "values"):  # each CTA quantizes one chunk of the tensor
             scale = self.scale_of(amax[0])
             if cta == 0 and tidx == 0:
                 scales[0] = scale
@@ -112,7 +111,7 @@ class Quantize:
 
     @cute.kernel
     def find_amax(self, x: cute.Tensor, values: None, scales: None, amax: cute.Tensor):
-        """Turns of all CTAs one after another."""
+        """Reduce the amax of the tensor; each CTA strides over its chunks."""
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         words = self.registers()
         place, most = self.place(x, Int32(0)), Float32(0.0)
@@ -123,12 +122,12 @@ class Quantize:
         raise_to_magnitude(amax.iterator.toint(), most)
 
     def registers(self) -> cute.Tensor:
-        """(words of a vector, vectors of a lane)"""
+        """Fragment of a lane's vectors: (words of a vector, vectors of a lane)."""
         return cute.make_rmem_tensor((self.words, self.facts.vectors), Int32)
 
     @cute.jit
     def place(self, x: cute.Tensor, group: Int32):
-        """(row, column) where a group begins. Of one scale for all the tensor is a single row."""
+        """(row, column) of the first element of a group. With one scale per tensor, x is a single row."""
         row, column = group, Int32(0)
         if const_expr(self.facts.step != "groups"):
             row = Int32(0)
@@ -140,9 +139,9 @@ class Quantize:
         return row, column
 
     def vectors(self, x: cute.Tensor, place: tuple, first, gates: bool = False) -> list:
-        """(number of its first element, whether it is there) of each of a lane's vectors, from vector number `first` of
-        the group on. gates: of an x with gates, of these."""
-        facts, found = self.facts, []
+        """(index of the first element, True if in bounds) for each of a lane's vectors, from vector `first` of the
+        group on. gates: x has a gate; the indices are those of the gate's vectors."""
+        facts, result = self.facts, []
         columns = x.shape[1] // 2 if gates else x.shape[1]
         for i in range(facts.vectors):
             v = first + i * facts.lanes
@@ -152,12 +151,12 @@ class Quantize:
             inside = (row < x.shape[0]) & (column < columns)
             if gates:
                 column = column // GATE * (2 * GATE) + column % GATE
-            found.append((Int64(row) * x.shape[1] + column, inside))
-        return found
+            result.append((Int64(row) * x.shape[1] + column, inside))
+        return result
 
     @cute.jit
     def load(self, x: cute.Tensor, place: tuple, first, words: cute.Tensor):
-        """A lane's vectors; zeros where there are none."""
+        """Load a lane's vectors; zeros out of bounds."""
         gates = const_expr(self.facts.gate is not None)
         for i in range_constexpr(self.facts.vectors):
             element, inside = self.vectors(x, place, first, gates)[i]
@@ -171,29 +170,29 @@ class Quantize:
                 self.multiply(words, i, other)
 
     def multiply(self, words: cute.Tensor, i: int, other: tuple) -> None:
-        """Vector i, which holds gates, becomes what they make of `other`, in fp32, rounded once."""
+        """Replace vector i, which holds gate, by activation(gate) * other, computed in FP32 and rounded once."""
         size, up = self.facts.elements, cute.make_rmem_tensor((self.words, 1), Int32)
         for w in range(self.words):
             up[w] = other[w]
-        gate, found = cute.make_rmem_tensor(size, Float32), cute.make_rmem_tensor(size, self.dtype)
+        gate, result = cute.make_rmem_tensor(size, Float32), cute.make_rmem_tensor(size, self.dtype)
         for e, x in enumerate(self.numbers(words, i)):
             gate[e] = x
         if self.facts.gate != "none":
             gate.store(ACTIVATIONS[self.facts.gate](gate.load()))
         for e, x in enumerate(self.numbers(up, 0)):
             gate[e] = gate[e] * x
-        found.store(gate.load().to(self.dtype))
+        result.store(gate.load().to(self.dtype))
         for w in range(self.words):
-            words[w, i] = cute.recast_tensor(found, Int32)[w]
+            words[w, i] = cute.recast_tensor(result, Int32)[w]
 
     def numbers(self, words: cute.Tensor, i: int) -> list:
-        """The elements of vector i in fp32."""
+        """The elements of vector i in FP32."""
         if self.size == 4:
             return [cute.recast_tensor(words, Float32)[w, i] for w in range(self.words)]
         if self.dtype is not cutlass.BFloat16:
             halves = cute.recast_tensor(words, self.dtype)
             return [halves[e, i].to(Float32) for e in range(self.facts.elements)]
-        bits = cute.make_rmem_tensor(self.facts.elements, Int32)  # a bfloat16 is the upper half of an fp32
+        bits = cute.make_rmem_tensor(self.facts.elements, Int32)  # BF16 is the upper half of FP32
         for w in range(self.words):
             bits[2 * w], bits[2 * w + 1] = words[w, i] << 16, words[w, i] & -65536
         floats = cute.recast_tensor(bits, Float32)
@@ -206,7 +205,7 @@ class Quantize:
                 for x in self.numbers(words, i):
                     most = larger_magnitude(most, x)
             return most
-        pair = cute.make_rmem_tensor((self.words, 1), Int32)  # the first is of two elements at once, the others zeros
+        pair = cute.make_rmem_tensor((self.words, 1), Int32)  # the first word holds two maxima, the others are zero
         pair.fill(0)
         for v in range(cute.size(words)):
             pair[0] = larger_magnitudes(pair[0], words[v], self.facts.dtype)
@@ -216,7 +215,7 @@ class Quantize:
 
     @cute.jit
     def of_group(self, most: Float32):
-        """The largest of all lanes of a group."""
+        """Reduce the maximum over all lanes of a group."""
         lanes = self.facts.lanes
         for step in range_constexpr(min(lanes, WARP).bit_length() - 1):
             most = larger_magnitude(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
@@ -232,13 +231,13 @@ class Quantize:
         return most
 
     def scale_of(self, largest: Float32) -> Float32:
-        """That makes the end of the range of 8-bit floats of this magnitude; `none` where that is no normal number."""
+        """largest / top, the scale that maps this magnitude to the end of the FP8 range; `none` if not normal."""
         scale = divided(largest, Float32(self.top))
         return Float32(select_(scale < TINY, Float32(self.facts.none), scale))
 
     def factors(self, scale: Float32) -> tuple:
-        """(factor, divisor, its inverse): x / scale is factor * x / divisor. Of an infinite scale 0 and NaN, where that
-        is, come of a factor 0."""
+        """(factor, divisor, 1 / divisor) such that x / scale is factor * x / divisor. For an infinite scale factor is
+        0, which yields 0, and NaN for infinite x."""
         factor = select_(scale < SMALL, Float32(SHIFT), select_(scale > LARGE, Float32(1 / SHIFT), Float32(1.0)))
         infinite = scale == float("inf")
         divisor = Float32(select_(infinite, Float32(1.0), scale * factor))
@@ -246,12 +245,12 @@ class Quantize:
 
     @cute.jit
     def store(self, values: cute.Tensor, place: tuple, first, words: cute.Tensor, scale: Float32):
-        """A lane's vectors over the scale, where there are any."""
+        """Divide a lane's vectors by the scale, round and store those in bounds."""
         factor, divisor, inverse = self.factors(scale)
         out = cute.make_rmem_tensor((self.facts.elements // 4, self.facts.vectors), Int32)
         for i in range_constexpr(self.facts.vectors):
             self.round([quotient(x * factor, divisor, inverse) for x in self.numbers(words, i)], out, i)
-        size = const_expr(self.facts.elements)  # bytes of a vector of 8-bit floats
+        size = const_expr(self.facts.elements)  # bytes of an FP8 vector
         for i in range_constexpr(self.facts.vectors):
             element, inside = self.vectors(values, place, first)[i]
             if inside:

@@ -1,1 +1,1 @@
-"""What stands between a call and a kernel: compiling, caching, inspecting."""
+"""Runtime of the kernels: compilation, caches, dispatch, inspection."""

@@ -19,7 +19,7 @@ def autocast_dtype(operand) -> torch.dtype | None:
     """The dtype of torch.autocast on the operand's device type; None where autocast is disabled."""
     if not any_autocast():
         return None
-    device = getattr(operand, "device", None)  # None: not a tensor, which the op's checks will say
+    device = getattr(operand, "device", None)  # None: not a tensor; the op's checks raise
     if device is None or device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,7 +1,7 @@
-"""Kernels compiled ahead of time: a folder of objects with a manifest, for machines that should not compile.
+"""Ahead-of-time bundles: a folder of compiled kernels with a manifest, for machines that should not compile.
 
-A bundle belongs to one state of the sources and one set of compiler versions, since its keys contain both.
-One that does not fit is refused as a whole, and with the reason, rather than silently never hit.
+A bundle belongs to one state of the sources and one set of compiler versions, since its keys contain both. Opening a
+bundle that does not match raises an error with the reason, instead of silently never being used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 class BundleError(ValueError):
-    """A folder that is no bundle, or one that was made for other sources, versions or CPUs."""
+    """The folder is not a bundle, or was made for other sources, versions or CPUs."""
 
 
 class Bundle:
@@ -56,13 +56,13 @@ class Bundle:
             if manifest["versions"].get(name) != expected.get(name)
         ]
         if differing:
-            raise BundleError(f"{self.folder} was compiled with {', '.join(differing)}; compile it anew")
+            raise BundleError(f"{self.folder} was compiled with {', '.join(differing)}; compile it again")
         if manifest["sources"] != keys.source_fingerprint():
-            raise BundleError(f"{self.folder} was compiled from other kernel sources; compile it anew")
+            raise BundleError(f"{self.folder} was compiled from other kernel sources; compile it again")
         if not keys.host_can_run(manifest["host"]):
             raise BundleError(
                 f"{self.folder} was compiled on {manifest['host']} and may use instructions that this CPU "
-                f"({keys.host_cpu()}) has not; compile it on the least able CPU that it is to run on"
+                f"({keys.host_cpu()}) does not support; compile it on the oldest CPU that it should run on"
             )
 
     def find(self, key: str) -> tuple[Path, Mapping[str, Any]] | None:
@@ -80,9 +80,9 @@ class Bundle:
 
 
 class BundleWriter:
-    """Takes compiled kernels, from whichever process they come, and makes a bundle of them.
+    """Writer of a bundle; kernels may be compiled in other processes.
 
-    The manifest is written last, by `finish`, so a folder left by an interrupted run is not a bundle.
+    `finish` writes the manifest last, so a folder left by an interrupted run is not a bundle.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -93,11 +93,11 @@ class BundleWriter:
         self._written: dict[str, dict[str, Any]] = {}
 
     def key(self, facts: Any) -> str:
-        """The entry's name; its function must be called `keys.function_name` of it."""
+        """Name of an entry; its function must have the name `keys.function_name(key)`."""
         return keys.entry_key(facts, self._sources, self._versions)
 
     def add(self, facts: Any, data: bytes, metadata: Mapping[str, Any]) -> None:
-        """Keep one kernel: the bytes of its object file, and its metadata."""
+        """Add one kernel: the bytes of its object file, and its metadata."""
         key = self.key(facts)
         write_atomically(self.folder / f"{key}.o", data)
         self._written[key] = {
@@ -112,7 +112,7 @@ class BundleWriter:
         return self.key(facts) in self._written
 
     def finish(self) -> Path:
-        """Write the manifest, and return its path; an earlier bundle's kernels are removed from the folder."""
+        """Write the manifest and return its path; removes an earlier bundle's kernels from the folder."""
         for path in self.folder.glob("*.o"):
             if re.fullmatch("[0-9a-f]{64}", path.stem) and path.stem not in self._written:
                 path.unlink()

@@ -1,13 +1,12 @@
-"""Compiled kernels, found in memory, in a bundle compiled ahead of time, on disk, or else compiled.
+"""Cache of compiled kernels: in memory, in ahead-of-time bundles, on disk; otherwise kernels are compiled.
 
-`KernelCache.get` is on the path of every call, so its hit is one dictionary look-up without a lock. What it
-returns has always been loaded from an exported object, also right after compiling: the first run and the next
-one then call the same code in the same way.
+`KernelCache.get` is on the hot path, so a hit is one dictionary look-up without a lock. Its functions are always loaded
+from an exported object, even right after compilation, so that the first run and later ones execute the same code.
 
-    CUTE_KERNELS_CACHE_DIR   the cache's folder (default: cute-kernels in the user's cache folder)
-    CUTE_KERNELS_CACHE=0     neither read nor write it
-    CUTE_KERNELS_BUNDLE      bundles to look into first, separated as in PATH
-    CUTE_KERNELS_RECORD      a file to which to append what is asked for (record.py)
+    CUTE_KERNELS_CACHE_DIR   folder of the cache (default: cute-kernels in the user's cache folder)
+    CUTE_KERNELS_CACHE=0     disable the disk cache
+    CUTE_KERNELS_BUNDLE      bundles to search first, separated as in PATH
+    CUTE_KERNELS_RECORD      file to which requested kernels are appended (record.py)
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ BUNDLE_VARIABLE = "CUTE_KERNELS_BUNDLE"
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Where the kernels came from since the cache was made. Memory hits of racing threads may be lost."""
+    """Counts of hits by source since the cache was created. Concurrent memory hits may be lost."""
 
     memory_hits: int = 0
     bundle_hits: int = 0
@@ -60,14 +59,14 @@ class CacheStats:
 
 
 def cache_directory() -> Path:
-    """The folder that the environment names, or the platform's place for caches."""
+    """The folder named by the environment, or the platform's cache folder."""
     if named := os.environ.get(DIRECTORY_VARIABLE):
         return Path(os.path.expanduser(named))
     return Path(platformdirs.user_cache_dir("cute-kernels", appauthor=False))
 
 
 class KernelCache:
-    """A map from facts to compiled functions; threads may share it, and processes its folder."""
+    """A map from facts to compiled functions. Threads may share it, and processes may share its folder."""
 
     def __init__(
         self,
@@ -76,17 +75,17 @@ class KernelCache:
         disk: bool | None = None,
         lock_timeout: float = 300.0,
     ) -> None:
-        """`directory` and `disk` (whether to use it) are taken from the environment where they are None."""
+        """`directory`, and `disk` (True to use it), default to the environment if None."""
         if disk is None:
             disk = os.environ.get(ENABLED_VARIABLE, "1").lower() not in ("0", "false", "off")
         self.directory = (Path(directory) if directory else cache_directory()) if disk else None
         self._lock_timeout = lock_timeout
-        self._memory: dict[Any, Any] = {}  # facts -> function: what a hit looks into
+        self._memory: dict[Any, Any] = {}  # facts -> function, for hits
         self._functions: dict[str, Any] = {}  # key -> function: facts that compare unequal may share a key
         self._metadata: dict[str, Mapping[str, Any]] = {}
         self._bundles: list[Bundle] = []
         self._store: Store | None = None
-        self._guard = threading.RLock()  # of the fields below and of setting up; never held while compiling
+        self._guard = threading.RLock()  # protects the fields below and setup; never held during compilation
         self._key_locks: dict[str, threading.Lock] = {}
         self._memory_hits = 0
         self._stats = CacheStats()
@@ -94,10 +93,10 @@ class KernelCache:
     def get(self, facts: Any, build: Callable[[], Any]) -> Any:
         """The compiled function for `facts`: the raw TVM-FFI function, to be called with tensors.
 
-        `facts` say all that the kernel depends on. They carry `arch`, and a `key()` or a `repr` that is the
-        same in every process. A hit is cheap if they are hashable by value, as a frozen dataclass is; facts
-        that compare equal (as 1, 1.0 and True do) are one kernel. `build` compiles them, with `compile_for`,
-        and returns the result or a `Built`; it runs under the compile lock, so it must not call `get`.
+        `facts` determine the kernel. They have `arch`, and a `key()` or a `repr` that is stable across processes. A hit
+        is cheap if they are hashable by value, like a frozen dataclass; facts that compare equal (like 1, 1.0 and True)
+        are the same kernel. `build` compiles the kernel with `compile_for` and returns the result or a `Built`. It runs
+        under the compile lock, so it must not call `get`.
         """
         try:
             function = self._memory.get(facts)
@@ -109,22 +108,22 @@ class KernelCache:
         return function
 
     def metadata(self, facts: Any) -> Mapping[str, Any]:
-        """What `build` had to say about a kernel that `get` has returned, in whichever process it ran."""
+        """Metadata returned by `build` for a kernel that `get` has returned, even if another process built it."""
         return self._metadata[self.key(facts)]
 
     def key(self, facts: Any) -> str:
-        """The name of the entry of `facts`, on disk and in bundles."""
+        """Name of the entry of `facts`, on disk and in bundles."""
         return keys.entry_key(facts, keys.source_fingerprint(), keys.versions())
 
     def add_bundle(self, folder: str | os.PathLike[str]) -> None:
-        """Look into this bundle before the disk, and after earlier ones; `BundleError` if it is refused."""
+        """Search this bundle before the disk and after earlier bundles; raises BundleError if it does not match."""
         bundle = Bundle(folder)
         with self._guard:
             self._set_up()
             self._bundles.append(bundle)
 
     def clear(self, *, disk: bool = True) -> None:
-        """Forget all kernels, and delete those on disk, of older sources and versions too. Bundles stay."""
+        """Drop all kernels, and delete those on disk, including those of older sources and versions. Bundles remain."""
         with self._guard:
             self._memory.clear()
             self._functions.clear()
@@ -164,7 +163,7 @@ class KernelCache:
         return function
 
     def _set_up(self) -> Store:
-        """Find the folder and the environment's bundles: at the first miss, as the DSL's versions enter."""
+        """Find the folder and the environment's bundles, at the first miss, since this imports the DSL."""
         if self._store is None:
             self._store = Store(self._folder(), self._lock_timeout)
             for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):
@@ -175,16 +174,16 @@ class KernelCache:
         return self._store
 
     def _folder(self) -> Path | None:
-        """The folder for this state of the sources, made if it is missing; None, with a warning, if it cannot be used.
+        """The folder for this state of the sources, created if missing; None, with a warning, if it cannot be used.
 
-        It is checked after it was made: another user could make one that is missing between a check and that.
+        It is checked after it was created: otherwise another user could create it between the check and the creation.
         """
         if self.directory is None:
             return None
         folder = self.directory / keys.folder_name(keys.source_fingerprint(), keys.versions())
         try:
             if folder.parts[0].startswith("~"):
-                raise FileNotFoundError("the home folder of this user is not known")
+                raise FileNotFoundError("the home folder of this user is unknown")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             insist_on_trust(folder)
         except OSError as error:
@@ -203,11 +202,12 @@ class KernelCache:
         return None
 
     def _from_disk(self, store: Store, key: str, *, locked: bool = False) -> Any:
-        """Load an entry. A corrupt one is None too; it is removed if `locked`, else it may be half new."""
+        """Load an entry; None if it is missing or corrupt. A corrupt one is removed only if `locked`, since otherwise
+        another process may be writing it."""
         try:
             sidecar = store.find(key)
             return None if sidecar is None else self._load(key, store.path(key), sidecar, "disk_hits")
-        except Exception as error:  # whatever the linker makes of a file that is not as it was
+        except Exception as error:  # any error of the linker on a damaged file
             if locked:
                 kind = "corrupt" if isinstance(error, CorruptEntry) else "unusable"
                 LOG.warning("kernel %s in %s is %s and compiled again: %s", key[:16], store.folder, kind, error)
@@ -248,14 +248,14 @@ class KernelCache:
 
 
 def _compares_by_value(facts: Any) -> bool:
-    """Whether equal facts find each other in a dict; by identity, each call would add an entry for ever."""
+    """True if facts hash by value; with identity hashes, each call would add an entry."""
     cls = type(facts)
     return cls.__hash__ is not None and cls.__hash__ is not object.__hash__
 
 
 def _not_compiled(*_args):
-    """What planning for a GPU that is not here gets in a kernel's place."""
-    raise RuntimeError("this plan was made for a GPU that need not be here: its kernel was not compiled")
+    """Placeholder for the kernel of a plan for an assumed GPU."""
+    raise RuntimeError("this plan was made for an assumed GPU (arch=...): its kernel was not compiled")
 
 
 _DEFAULT: KernelCache | None = None
@@ -263,7 +263,7 @@ _DEFAULT_GUARD = threading.Lock()
 
 
 def default_cache() -> KernelCache:
-    """The process's cache, as the environment describes it."""
+    """The process's cache, configured by the environment."""
     global _DEFAULT
     if _DEFAULT is None:
         with _DEFAULT_GUARD:

@@ -1,6 +1,6 @@
-"""Plans of calls: what an op decided once is looked up from then on, by the metadata of the call's tensors.
+"""Plan cache: the decisions of an op, cached by the metadata of the call's tensors.
 
-An op asks its PlanCache for `known`, and only where that has nothing for `checked`.
+An op calls `PlanCache.known`, and on a miss `PlanCache.checked`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from ..overlap import extent
 from .front import check_plain
 from .torch_compat import TensorGuards, current_device, empty_on_cuda, increment_version
 
-MOST_PLANS = 8192  # of an op: a bound for programs whose shapes never repeat
-MOST_APART = 64  # distances of interleaved views that a plan has
+MOST_PLANS = 8192  # per op: a bound for programs whose shapes never repeat
+MOST_APART = 64  # distances of interleaved views per plan
 MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each
 
 
 @dataclass
 class CallPlan:
-    """What a call runs: all that it needs besides tensors and scalars, of metadata and never of contents or addresses.
+    """All that a call needs besides tensors and scalars. It depends on metadata, never on contents or addresses.
 
-    `function` is None where a torch reference serves the call: CPU tensors, and results without elements.
+    `function` is None if no kernel runs: CPU tensors use the torch reference, and empty results need none.
     """
 
     op: str
@@ -32,12 +32,12 @@ class CallPlan:
     out_dtype: torch.dtype
     device: torch.device
     function: Callable | None = None
-    facts: Any = None  # of the kernel
+    facts: Any = None  # kernel parameters
     notes: list[str] = field(default_factory=list)
-    views: tuple = ()  # per tensor of the call: None, or a function that re-views it for the kernel
+    views: tuple = ()  # per tensor of the call: None, or a function that returns the kernel's view
     empty: bool = False  # nothing to compute
-    # Of a call with out: bytes that out extends over, negative, and those of three operands; (number, bytes) of each
-    # tensor after out; and the (number, bytes from it to out) that do not overlap although their extents do.
+    # For a call with out: extents in bytes of out, negated, and of three operands; (index, bytes) of each tensor after
+    # out; and the (index, bytes from it to out) that do not overlap although their extents do.
     spans: tuple = ()
 
     @cached_property
@@ -47,12 +47,12 @@ class CallPlan:
 
     @cached_property
     def cuda_index(self) -> int | None:
-        """Of the CUDA device, where empty_on_cuda can serve it."""
+        """Index of the CUDA device if empty_on_cuda supports it, else None."""
         return self.device.index if self.device.type == "cuda" and empty_on_cuda is not None else None
 
     def new(self, shape: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the plan's device; shape and stride are plain tuples."""
-        # Without a driver, asking for the current device raises: only a plan for a CUDA device does.
+        """Allocate a tensor on the plan's device; shape and stride are plain tuples."""
+        # Without a driver, current_device() raises; it is only called for a CUDA plan.
         if self.cuda_index is not None and self.cuda_index == current_device():
             return empty_on_cuda(shape, stride, dtype)
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
@@ -61,11 +61,11 @@ class CallPlan:
         return self.new(*self.out_layout)
 
     def kernel_lines(self) -> list[str]:
-        """The kernel in words."""
+        """Description of the kernel, as lines of text."""
         return [f"configuration: {self.facts.config}"]
 
     def instead(self) -> str:
-        """What the call does without a kernel of its own, in words."""
+        """Description of a call without a kernel."""
         return "none, nothing to compute" if self.empty else "none, CPU tensors run the reference"
 
     def __str__(self) -> str:
@@ -83,26 +83,26 @@ def layout_of(shape: Sequence[int], dtype: torch.dtype) -> tuple:
 
 
 class PlanCache:
-    """The plans of an op, by `terms` and by the metadata of `tensors`: its two or three operands, `out` unless that is
-    None, and others.
+    """Plans of an op, cached by `terms` and the metadata of `tensors`: two or three operands, `out` unless it is None,
+    and further tensors.
 
-    Terms are hashable, hold all else that a plan depends on, and say which tensors there are; None where there are
-    none to be had.
+    terms: a hashable value of everything else that a plan depends on, including which tensors are passed; None if it
+    cannot be computed.
 
-    A caller that gets a plan writes to out. The write is counted here, as torch counts in-place operations: otherwise
-    autograd would not notice that a kernel overwrites a tensor that it has saved.
+    A caller that gets a plan writes to out. The cache increments out's version, like torch's in-place operations, so
+    that autograd detects when a kernel overwrites a saved tensor.
     """
 
     def __init__(self, operands: int = 2):
         self.operands, self.three = operands, operands == 3
         self.plans: dict[tuple, CallPlan] = {}
-        self.recent: dict[tuple, list] = {}  # terms -> (test of tensors, whether one requires a gradient, plan), a few
+        self.recent: dict[tuple, list] = {}  # terms -> a few of (test of tensors, True if one requires grad, plan)
 
     def known(self, terms: tuple | None, tensors: tuple, out) -> CallPlan | None:
-        """The plan of an earlier call that differs in nothing that is checked; None where there may be none.
+        """The cached plan of a call with the same terms and metadata, or None.
 
-        Then out overlaps no other tensor: it might if it began before the other's end, but not so far before it that
-        out ended where the other begins.
+        A plan is returned only if out overlaps no other tensor, by comparing extents: out must end before the other
+        tensor begins, or begin after its end.
         """
         try:
             a, b = tensors[0].data_ptr(), tensors[1].data_ptr()
@@ -110,7 +110,7 @@ class PlanCache:
             d = 0 if out is None else out.data_ptr()
             if (a | b | c | d) & 15:
                 terms = terms, a & 15, b & 15, c & 15, d & 15
-            for tensor in tensors[self.operands :]:  # operands are looked at before; the test aborts for nested ones
+            for tensor in tensors[self.operands :]:  # operands were checked before; the test aborts for nested tensors
                 if tensor.is_nested:
                     return None
             for test, differentiable, plan in self.recent.get(terms, ()):
@@ -131,15 +131,17 @@ class PlanCache:
                     if out is not None:
                         increment_version((out,))
                     return plan
-        except (AttributeError, IndexError, TypeError, RuntimeError):  # terms without a hash, no tensor, a sparse one
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # unhashable terms, not a tensor, a sparse tensor
             pass
         return None
 
     def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable, residual=None) -> CallPlan:
-        """The plan of any call: one that is kept, or `make()`, which checks all but gradients and overlap. Raises
-        front.NeedsDispatcher of a call that only a registered op can serve.
+        """The plan of any call: a cached one, or `make()`, which checks everything except gradients and overlap.
 
-        residual: the tensor that out may be.
+        residual: the tensor that out may be identical to.
+
+        Raises:
+            front.NeedsDispatcher: only the registered op supports the call.
         """
         operands = tensors[: self.operands]
         check_plain(op, tensors)
@@ -149,7 +151,7 @@ class PlanCache:
             key = terms and (terms, *(_metadata(t) for t in tensors))
             plan = self.plans.get(key)
         except (AttributeError, IndexError, TypeError, RuntimeError):
-            key = plan = None  # `make` will say what is wrong
+            key = plan = None  # `make` raises the error
         if plan is None:
             plan = make()
         checks.check_no_grad(op, *(t for t in tensors if t is not out))
@@ -175,9 +177,9 @@ def _metadata(t: torch.Tensor) -> tuple:
 
 
 def test_of(tensors: tuple) -> Callable:
-    """A function of as many tensors: whether they have the metadata of these, and the same ones require gradients.
+    """Return a function of as many tensors that is True if their metadata and requires_grad equal those of `tensors`.
 
-    torch's own is one call in C++ for what takes twenty attributes in Python. It wants no tensor twice.
+    torch's TensorGuards does in one C++ call what takes twenty attribute accesses in Python. It rejects duplicates.
     """
     if TensorGuards is None:
         known = [(*_metadata(t), t.requires_grad) for t in tensors]
@@ -192,7 +194,7 @@ def test_of(tensors: tuple) -> Callable:
 
 
 def spans_of(out: torch.Tensor, tensors: tuple, at: int, known: tuple) -> tuple:
-    """CallPlan.spans after a call in which out, number `at`, overlaps none of the others; `known`: those before it."""
+    """CallPlan.spans after a call in which out, tensor `at`, overlaps no other tensor; known: the previous spans."""
     before = -extent(out)
     ends = [extent(t) or before for t in tensors] if before else [0] * len(tensors)
     away = {(i, out.data_ptr() - t.data_ptr()) for i, t in enumerate(tensors) if i != at}

@@ -1,9 +1,9 @@
-"""One way to call the compiler.
+"""Compilation of kernels; all of them are compiled by `compile_for`.
 
-Every kernel of the project is compiled through `compile_for`, for three reasons. The architecture is named in
-each call, so one process compiles for several, whatever GPU happens to be present: with neither a GPU nor an
-architecture named, CuTe DSL would silently compile for sm_100a. The calling convention is always TVM-FFI, at
-a tenth of the host cost of the DSL's own. And the compiler is not thread-safe, so the lock stands here.
+- Each call names the architecture, so one process can compile for several, independent of its GPU. Without a GPU and an
+  architecture, CuTe DSL would silently compile for sm_100a.
+- The calling convention is always TVM-FFI, which has a tenth of the host overhead of the DSL's own.
+- The compiler is not thread-safe; calls are serialized by a lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILE_LOCK = threading.RLock()  # re-entrant: build_object holds it around a whole build
-_LOAD_LOCK = threading.Lock()  # its own, so that loading does not wait for another thread's compilation
+_LOAD_LOCK = threading.Lock()  # separate, so that loading does not wait for another thread's compilation
 
 
 class MissingCompiler(ImportError):
@@ -26,10 +26,10 @@ class MissingCompiler(ImportError):
 
 @dataclass(frozen=True)
 class Built:
-    """What a cache's `build` may return in place of the compiled function: the function with remarks.
+    """Result of a cache's `build`: the compiled function with metadata.
 
-    The metadata is stored beside the object, so it must be JSON; dynamic shared memory, known only after
-    tracing, is an example.
+    The metadata is stored with the object, so it must be JSON. It holds e.g. the dynamic shared memory, which is known
+    only after tracing.
     """
 
     compiled: Any
@@ -37,19 +37,19 @@ class Built:
 
 
 def import_cutlass() -> Any:
-    """The `cutlass` package of CuTe DSL, or `MissingCompiler` with the command that installs it.
+    """Import and return the `cutlass` package of CuTe DSL; raises MissingCompiler with the command that installs it.
 
-    Imported on first use: it takes half a second, and looking at facts or a bundle should not.
+    The import takes half a second, so it is deferred to the first use.
     """
     try:
         import cutlass
         import cutlass.cute
-        import tvm_ffi  # noqa: F401  (the DSL would miss it only in the middle of a compilation)
+        import tvm_ffi  # noqa: F401  (otherwise the DSL fails in the middle of a compilation)
     except ModuleNotFoundError as error:
         if error.name not in ("cutlass", "cutlass.cute", "tvm_ffi"):
             raise
         raise MissingCompiler(
-            f"compiling and loading kernels needs CuTe DSL and TVM-FFI ({error.name!r} was not found): "
+            f"compiling and loading kernels requires CuTe DSL and TVM-FFI ({error.name!r} was not found); run "
             "pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi",
             name=error.name,
         ) from error
@@ -57,9 +57,9 @@ def import_cutlass() -> Any:
 
 
 def compile_options(arch: str, *, keep_cubin: bool = False, extra: str = "") -> str:
-    """The options string of one compilation; the optimisation level stays at the DSL's default of 3."""
+    """Options string of one compilation; the optimization level is the DSL's default of 3."""
     if not arch:
-        raise ValueError("name the architecture to compile for, such as 'sm_90a'")
+        raise ValueError("arch must name the architecture to compile for, such as 'sm_90a'")
     options = ["--enable-tvm-ffi", "--gpu-arch", shlex.quote(arch)]
     if keep_cubin:
         options.append("--keep-cubin --keep-ptx")
@@ -79,14 +79,16 @@ def compile_for(
 ) -> Any:
     """Compile `fn`, a `@cute.jit` callable, for `arch` and the fake arguments that describe its call.
 
-    `options` are further compiler options, such as "--generate-line-info"; `kwargs` are `fn`'s own. No GPU is
-    needed. The result is to be exported, as the cache does, or made callable with `load_compiled`. With
-    `runnable` the DSL itself also links it into the process: that is a second pass of code generation, and it
-    happens only if `arch` is the one the DSL sees (the GPU's, or `CUTE_DSL_ARCH`).
+    No GPU is needed. The result can be exported, as the cache does, or made callable with `load_compiled`.
 
-    With `keep_cubin`, `cubin_of` gives the machine code, and `artifacts.PTX` the PTX. The DSL hands them over as files,
-    which go to a folder of their own: their names leave out constexpr state, so two configurations would overwrite each
-    other.
+    Args:
+        options: further compiler options, such as "--generate-line-info".
+        kwargs: keyword arguments of `fn`.
+        runnable: also let the DSL link the kernel into the process. This is a second pass of code generation, and
+            requires that `arch` is the DSL's (that of the GPU, or `CUTE_DSL_ARCH`).
+        keep_cubin: make the machine code available by `cubin_of`, and the PTX by `artifacts.PTX`. The DSL writes both
+            to files. Each compilation has its own folder, since file names omit constexpr state, and configurations
+            would overwrite each other.
     """
     cutlass = import_cutlass()
     if not runnable:
@@ -101,17 +103,17 @@ def compile_for(
 
 
 def cubin_of(compiled: Any) -> bytes:
-    """The cubin of what `compile_for(..., keep_cubin=True)` returned."""
+    """The cubin of a result of `compile_for(..., keep_cubin=True)`."""
     cubin = getattr(getattr(compiled, "artifacts", None), "CUBIN", None)
     if not isinstance(cubin, bytes):
-        raise ValueError("no cubin was kept: compile with keep_cubin=True, and with a kernel launch in it")
+        raise ValueError("there is no cubin; compile with keep_cubin=True a function that launches a kernel")
     return cubin
 
 
 def export_object(compiled: Any, path: str | Path, name: str) -> None:
-    """Write `compiled` as an object file whose function is `name`, a C identifier.
+    """Write `compiled` to an object file with a function `name`, a C identifier.
 
-    The host code in it may use any instruction that this machine's CPU has: see `keys.host_cpu`.
+    Its host code may use any instruction of this machine's CPU: see `keys.host_cpu`.
     """
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"{name!r} is not a C identifier")
@@ -120,11 +122,10 @@ def export_object(compiled: Any, path: str | Path, name: str) -> None:
 
 
 def load_object(path: str | Path, name: str) -> Any:
-    """The raw TVM-FFI function `name` of an object file: the calling form with the least overhead.
+    """Load the raw TVM-FFI function `name` of an object file, the calling form with the least overhead.
 
-    The file is read at once and may be deleted afterwards; the code lives as long as the function does. No
-    GPU is needed until the call. Nothing lighter than the whole DSL can load an object, because the linker is
-    part of its MLIR extension module.
+    The file is read at once and may be deleted afterwards; the code lives as long as the function. No GPU is needed
+    until the call. Loading requires the whole DSL, because the linker is part of its MLIR extension module.
     """
     import_cutlass()
     from cutlass.cute.runtime import load_module
@@ -134,7 +135,7 @@ def load_object(path: str | Path, name: str) -> Any:
 
 
 def load_bytes(data: bytes, name: str) -> Any:
-    """`load_object` for an object that is not, or cannot be, kept in a file."""
+    """`load_object` for an object in memory."""
     with tempfile.TemporaryDirectory(prefix="cute-kernels-") as folder:
         path = Path(folder, "kernel.o")
         path.write_bytes(data)
@@ -142,7 +143,7 @@ def load_bytes(data: bytes, name: str) -> Any:
 
 
 def build_object(build: Callable[[], Any], name: str) -> tuple[bytes, dict[str, Any]]:
-    """Run `build` and export what it compiled: the object's bytes, and the metadata of a `Built`."""
+    """Run `build` and export its result: the object's bytes, and the metadata of a `Built`."""
     with COMPILE_LOCK:
         built = build()
         if not isinstance(built, Built):
@@ -154,5 +155,5 @@ def build_object(build: Callable[[], Any], name: str) -> tuple[bytes, dict[str, 
 
 
 def load_compiled(compiled: Any, name: str = "kernel") -> Any:
-    """The raw TVM-FFI function of what `compile_for` returned, past any cache."""
+    """The raw TVM-FFI function of a result of `compile_for`, without a cache."""
     return load_bytes(build_object(lambda: compiled, name)[0], name)

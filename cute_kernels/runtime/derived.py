@@ -1,7 +1,7 @@
-"""A cache of tensors derived from other tensors, safe across streams and beside CUDA graphs.
+"""A cache of tensors derived from other tensors, safe across streams and CUDA graph captures.
 
-A cache is an attribute of its owner (a BsrMatrix, a BlockMask, FlexAttention's mask), or is found by a tensor
-(`of_tensor`), with which it dies.
+A cache is an attribute of its owner (a BsrMatrix, a BlockMask, FlexAttention's mask), or belongs to a tensor
+(`of_tensor`) and has its lifetime.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from .torch_compat import (
     raw_stream,
 )
 
-MOST = 64  # values of one owner, besides pinned ones
+MOST = 64  # values per owner, besides pinned ones
 
 
 class Entry(NamedTuple):
@@ -27,21 +27,21 @@ class Entry(NamedTuple):
 
     value: Any
     state: Any
-    number: int | None  # of the stream that it was made on
-    done: torch.cuda.Event | None  # when it was finished there
-    pinned: bool = False  # handed out during a capture: a CUDA graph may read its tensors whenever it is replayed
+    number: int | None  # handle of the stream that it was computed on
+    done: torch.cuda.Event | None  # recorded on that stream after the computation
+    pinned: bool = False  # returned during a capture; a CUDA graph reads its tensors at each replay
 
 
 class Derived:
-    """Values by key, kept as long as this object. What they are made of is its owner's business.
+    """Cached values by key, with the lifetime of this object.
 
-    `facts` is what else the owner notes beside them. A copy of the owner, or a file, has None in this object's place.
+    `facts` holds further data of the owner. A copy of the owner, or a pickle, has None instead of this object.
 
-    At most `most` values are cached, and the oldest is evicted first. Values that were handed out while a CUDA graph
-    was captured are pinned: they are neither evicted nor written to, and stay alive as long as this object, also where
-    a newer value has their key.
+    At most `most` values are cached, and the oldest is evicted first. Values that were returned during a CUDA graph
+    capture are pinned: they are neither evicted nor written to, and live as long as this object, even if a newer value
+    replaces them.
 
-    Several threads may ask for the same value: each finds it or makes it, and one of them is kept.
+    Thread-safe: several threads may compute the same value at once, and one result is cached.
     """
 
     __slots__ = ("facts", "kept", "most", "replaced")
@@ -56,16 +56,18 @@ class Derived:
         return type(None), ()
 
     def get(self, key, source: torch.Tensor, make: Callable, tensors_of: Callable, state=()):
-        """`make()`, cached under `key`, and made again when `state` differs; with state None nothing is cached.
+        """Return `make()`, cached under `key`, and recomputed if `state` differs; with state None nothing is cached.
 
-        `source` is one of the tensors that it is made of: is_cuda takes 0.05 us, a device's type 0.25.
+        Args:
+            source: one of the tensors that the value is derived from (is_cuda takes 0.05 us, a device's type 0.25).
+            tensors_of: value -> its tensors, for record_stream.
 
-        Under FakeTensorMode and make_fx nothing is looked up or cached. Inside of a transform of torch.func, and in
-        inference mode, values are made of plain tensors, for later calls outside.
+        Under FakeTensorMode and make_fx nothing is looked up or cached. Inside a torch.func transform, and in inference
+        mode, values are computed from plain tensors, so that later calls outside can use them.
 
-        While a CUDA graph is captured, a missing value becomes part of the graph and is not cached; a cached one was
-        finished before, since torch.cuda.graph synchronizes. Another stream waits for what one has made, and
-        `tensors_of(value)` are its tensors, whose memory is not used again before that stream is done with them.
+        During a CUDA graph capture, a missing value becomes part of the graph and is not cached. A cached one was
+        complete before, since torch.cuda.graph synchronizes. Other streams wait for the stream that computed the value,
+        and its memory is not reused before they have finished with it.
         """
         if state is None or in_graph_trace():
             return _made(source, make)
@@ -84,14 +86,14 @@ class Derived:
         return value
 
     def known(self, key, source: torch.Tensor, state, tensors_of: Callable):
-        """What `get` would return without making it, else None; `state` is not None."""
+        """The cached value that `get` would return, or None; `state` is not None."""
         found = self.kept.get(key)
         if found is None or found.state != state or in_graph_trace():
             return None
         if source.is_cuda:
             here = found.number == raw_stream(source.get_device())
             if not (here and found.pinned):
-                if torch.cuda.is_current_stream_capturing():  # it may not wait for what is outside
+                if torch.cuda.is_current_stream_capturing():  # a capture must not wait for outside work
                     self.kept[key] = found._replace(pinned=True)
                 elif not here:
                     stream = torch.cuda.current_stream(source.device)
@@ -116,7 +118,7 @@ _OF_TENSORS: dict[int, tuple] = {}  # id of a tensor -> (weak reference to it, i
 
 
 def of_tensor(tensor: torch.Tensor, most: int = MOST) -> Derived:
-    """The cache of this very tensor, which dies with it. A WeakTensorKeyDictionary takes 1.5 us, this 0.2."""
+    """The cache of this tensor object, with its lifetime. A WeakTensorKeyDictionary takes 1.5 us, this 0.2."""
     number = id(tensor)
     found = _OF_TENSORS.get(number)
     if found is not None and found[0]() is tensor:
@@ -131,13 +133,13 @@ def of_tensor(tensor: torch.Tensor, most: int = MOST) -> Derived:
 
 
 def facts_of_tensor(tensor: torch.Tensor):
-    """`facts` of its cache; None where it has no cache."""
+    """`facts` of the tensor's cache, or None if it has none."""
     found = _OF_TENSORS.get(id(tensor))
     return None if found is None or found[0]() is not tensor else found[1].facts
 
 
 def _made(source: torch.Tensor, make: Callable):
-    """make(), outside of the transforms of torch.func that do not transform `source`: they would wrap the result."""
+    """make(), outside torch.func transforms that do not transform `source`; they would wrap the result."""
     if not functorch_active() or is_transformed(source):
         return make()
     with DisableFuncTorch():
@@ -145,18 +147,18 @@ def _made(source: torch.Tensor, make: Callable):
 
 
 def state_of(*tensors: torch.Tensor) -> tuple | None:
-    """Equal for the same tensor objects as long as nothing was written to them; None where torch does not count that.
+    """A value that changes if one of the tensors is written to; None if torch does not track versions.
 
-    Seen are operations in place, on a tensor or on what shares its version counter (views, detach()), and other memory
-    (`tensor.data = ...`). Not seen are writes through `.data`, NumPy or a kernel, of which torch knows nothing. Of
-    tensors made in inference mode torch counts nothing.
+    It detects in-place operations on a tensor or on tensors that share its version counter (views, detach()), and new
+    memory (`tensor.data = ...`). It does not detect writes through `.data`, NumPy or a kernel. Inference tensors have
+    no version counter.
     """
     try:
         return tuple([(t._version, t.data_ptr()) for t in tensors])
-    except RuntimeError:  # made in inference mode, or without memory
+    except RuntimeError:  # an inference tensor, or one without memory
         return None
 
 
 def captured(tensor: torch.Tensor) -> bool:
-    """Whether what is made of this tensor now becomes part of a CUDA graph."""
+    """True if operations on this tensor are being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

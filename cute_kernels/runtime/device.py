@@ -1,4 +1,4 @@
-"""Which kernels a call may take: those of its GPU, of the path that the caller forces, or of an assumed GPU."""
+"""The target of a call: its GPU, a path forced by the caller, or an assumed GPU."""
 
 import contextlib
 import contextvars
@@ -17,12 +17,12 @@ forced_path = _FORCED.get
 
 @contextlib.contextmanager
 def path(name: str):
-    """Force a family of kernels inside the block: "sm_80" (mma.sync, cp.async) or "sm_90" (WGMMA, TMA).
+    """Context manager that forces a kernel path: "sm_80" (mma.sync, cp.async) or "sm_90" (WGMMA, TMA).
 
-    The sm_80 kernels run on newer GPUs too, compiled for them. A call that the named path cannot serve raises.
+    The sm_80 kernels also run on newer GPUs, compiled for them. A call that the path does not support raises.
     """
     if name not in PATHS:
-        raise ValueError(f"unknown path {name!r}; there are {', '.join(PATHS)}")
+        raise ValueError(f"unknown path {name!r}; known are {', '.join(PATHS)}")
     token = _FORCED.set(name)
     try:
         yield
@@ -31,10 +31,10 @@ def path(name: str):
 
 
 def in_forwards_path(backward):
-    """An autograd function's backward, in the path of `ctx.path`, which forward set to `forced_path()`.
+    """Decorator of an autograd function's backward that restores the path in `ctx.path`, set by forward.
 
-    Autograd runs the backward of CUDA tensors in threads of its own, which know nothing of the caller's `path`. (Nor do
-    ops of a compiled backward, which take the GPU's own path.)
+    Autograd runs the backward of CUDA tensors in its own threads, which do not have the caller's `path`. (Ops of a
+    compiled backward use the GPU's default path.)
     """
 
     @functools.wraps(backward)
@@ -48,7 +48,7 @@ def in_forwards_path(backward):
 
 
 class Assumed(NamedTuple):
-    """A GPU that need not be there."""
+    """A GPU to plan for, which need not be present."""
 
     spec: ArchSpec
     sms: int
@@ -60,9 +60,9 @@ assumed = _ASSUMED.get
 
 @contextlib.contextmanager
 def assume(arch: str, sms: int | None = None):
-    """Inside the block, ops' planners plan tensors of any device as those of such a GPU, and compile nothing.
+    """Context manager in which planners plan tensors of any device for this GPU, without compiling.
 
-    It is for planners alone, which keep no plans: an op called inside of it would try to launch what was not compiled.
+    For planners only, which do not cache plans: an op called inside would launch a kernel that was not compiled.
     """
     spec = arch_named(arch)
     token = _ASSUMED.set(Assumed(spec, sms or MULTIPROCESSORS[spec.name]))
@@ -73,7 +73,7 @@ def assume(arch: str, sms: int | None = None):
 
 
 def plans_kernel(device: torch.device) -> bool:
-    """Whether a call with tensors there takes a kernel; other calls run the torch reference."""
+    """True if calls with tensors on this device run a kernel; other calls run the torch reference."""
     return device.type == "cuda" or assumed() is not None
 
 

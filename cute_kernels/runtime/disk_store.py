@@ -1,7 +1,7 @@
-"""A folder of compiled kernels that many processes may share: `<key>.o`, and `<key>.json` beside it.
+"""A folder of compiled kernels that several processes may share: `<key>.o` and its sidecar `<key>.json`.
 
-An entry counts once its sidecar is there, for that is written last; each file appears whole, by renaming.
-What does not match its checksum is compiled again. A folder that cannot be written costs a log line, no call.
+An entry exists once its sidecar does, which is written last; files are written atomically, by renaming. An entry that
+does not match its checksum is compiled again. A folder that cannot be written only logs a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG = logging.getLogger("cute_kernels.cache")
 
 
 class CorruptEntry(ValueError):
-    """An entry that is there but not as it was written."""
+    """An entry exists but is damaged."""
 
 
 def sha256(data: bytes) -> str:
@@ -30,7 +30,7 @@ def sha256(data: bytes) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `path` so that others see the old file or the new one, even after a crash."""
+    """Write `path` atomically: other processes see the old file or the new one, even after a crash."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,17 +45,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def warn_of_no_disk(folder: Path | None, error: Exception) -> None:
-    """Warn that a process keeps its kernels in memory alone."""
+    """Warn that kernels are cached in memory only."""
     LOG.warning(
-        "compiled kernels cannot be kept in %s (%s) and will be compiled again by the next process. "
-        "Set CUTE_KERNELS_CACHE_DIR to a folder that can be written, or CUTE_KERNELS_CACHE=0.",
+        "compiled kernels cannot be cached in %s (%s) and will be compiled again by the next process. "
+        "Set CUTE_KERNELS_CACHE_DIR to a writable folder, or CUTE_KERNELS_CACHE=0.",
         folder,
         error,
     )
 
 
 class Store:
-    """One folder of entries. `None` as the folder is a store that is always empty."""
+    """One folder of entries. With `None` as the folder, the store is always empty."""
 
     def __init__(self, folder: Path | None, lock_timeout: float = 300.0) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Store:
         return self.folder / f"{key}.o"
 
     def find(self, key: str) -> Mapping[str, Any] | None:
-        """The sidecar of a whole entry, None if there is no entry, or `CorruptEntry`."""
+        """The sidecar of an entry, or None if there is none; raises CorruptEntry if it is damaged."""
         if self.folder is None:
             return None
         path = self.path(key)
@@ -88,7 +88,7 @@ class Store:
         return sidecar
 
     def save(self, key: str, data: bytes, sidecar: Mapping[str, Any]) -> bool:
-        """Keep an entry; False, and from then on nothing is kept, if that fails."""
+        """Save an entry; returns False if that fails, and then disables saving."""
         if not self._writable:
             return False
         path = self.path(key)
@@ -103,7 +103,7 @@ class Store:
         return True
 
     def remove(self, key: str) -> None:
-        """Forget an entry, as far as the folder lets us."""
+        """Remove an entry, if the folder's permissions allow it."""
         path = self.path(key)
         for file in (path.with_suffix(".json"), path):
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Keep other processes from compiling the same entry; without a lock they do, and the last wins."""
+        """Keep other processes from compiling the same entry. If locking fails they may, and the last one wins."""
         lock = self._acquire(key)
         try:
             yield
@@ -130,7 +130,7 @@ class Store:
             return lock
         except filelock.Timeout:
             LOG.warning(
-                "another process has held %s for %g s; compiling the kernel here as well. If no process is "
+                "another process has held the lock %s for %g s; compiling the kernel here as well. If no process is "
                 "compiling, delete that file.",
                 path,
                 self._lock_timeout,

@@ -1,20 +1,20 @@
-"""Tensors to compile from, made of facts: element types, ranks, contiguous modes and alignments, never of extents."""
+"""Fake tensors to compile with: dtypes, ranks, contiguous modes and alignments, but no extents."""
 
 from ..dtypes import cutlass_dtype
 
 
 def fake_stream():
-    """The stream that torch has current at the call."""
+    """torch's current stream at the call."""
     from cutlass.cute.runtime import make_fake_stream
 
     return make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def fake_tensor(dtype: str, rank: int, contiguous: int | None, align: int, shape: tuple | None = None):
-    """A tensor of unknown extents and strides.
+    """A tensor with unknown extents and strides.
 
-    `contiguous` is the mode of stride 1 (None: no mode is known to be), `align` what all other strides, and the
-    base pointer, are multiples of, in elements; the compiled function checks both when it is called.
+    contiguous: the mode of stride 1, or None. align: all other strides and the base pointer are multiples of this many
+    elements. The compiled function checks both when it is called.
     """
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor

@@ -1,9 +1,9 @@
-"""The registry of kernel families: what the cache, the tools and the tests know of kernels without knowing any.
+"""The registry of kernel families, the interface of kernels to the cache, the tools and the tests.
 
-A family is one kind of kernel. Its package registers it when it is imported. To make one: subclass `Family`, give its
+A family is one kind of kernel, registered when its package is imported. To define one, subclass `Family`, give its
 facts class a `family` attribute of the same name, and call `register`. The tools (`python -m cute_kernels`) import the
-packages that installed distributions name as entry points of the group "cute_kernels.families", and those that the
-environment variable CUTE_KERNELS_FAMILIES names, separated by commas.
+packages that installed distributions declare as entry points of the group "cute_kernels.families", and those in the
+environment variable CUTE_KERNELS_FAMILIES, separated by commas.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ _REGISTRY: dict[str, "Family"] = {}
 
 @dataclass(frozen=True)
 class Request:
-    """For which calls a bundle is to have kernels; each family takes of it what concerns it."""
+    """The calls that a bundle should have kernels for; each family reads the fields that concern it."""
 
     arch: str
     dtypes: Sequence[str] = ("bfloat16",)
@@ -36,76 +36,76 @@ class Request:
 
 
 class Family:
-    """One kind of kernel. `name` is its name here and the `family` of its facts.
+    """One kind of kernel. `name` is its name in the registry and the `family` of its facts.
 
-    Facts are what one kernel is compiled from: frozen, picklable, hashable by value, with `arch` (the compiler's
-    target), `family`, and a `key()` or a `repr` that is the same in every process. They hold no tensors.
+    Facts are the parameters of one kernel: frozen, picklable, hashable by value, with `arch` (the compiler's target),
+    `family`, and a `key()` or a `repr` that is stable across processes. They hold no tensors.
     """
 
     name: str
-    ops: tuple[str, ...] = ()  # the public calls that a bundle has its kernels for
+    ops: tuple[str, ...] = ()  # public ops whose kernels a bundle contains
 
     def entry(self, facts: Any) -> Any:
-        """What `cute.compile` takes: an object whose `__call__` is the compiled function."""
+        """The argument of `cute.compile`: an object whose `__call__` is the compiled function."""
         raise NotImplementedError(f"{self.name}: entry")
 
     def arguments(self, facts: Any) -> tuple:
-        """Fakes of all arguments of the entry, with which it is compiled (runtime.fake)."""
+        """Fake arguments that the entry is compiled with (runtime.fake)."""
         raise NotImplementedError(f"{self.name}: arguments")
 
     def catalogue(self, arch: str, quick: bool = False) -> Iterable[Any]:
-        """The facts that ops can ask for on an architecture, for tools and tests; a few typical ones if `quick`."""
+        """Facts that ops can request on an architecture, for tools and tests; a few typical ones if `quick`."""
         raise NotImplementedError(f"{self.name}: catalogue")
 
     def bundle(self, op: str, request: Request) -> Iterable[Any]:
-        """The facts of usual calls of one of its `ops`; where it does not say better, its catalogue."""
+        """Facts of common calls of one of its `ops`; by default the catalogue."""
         facts = self.catalogue(request.arch)
         return [f for f in facts if getattr(f, "index_dtype", None) in (None, *request.index_dtypes)]
 
     def unsupported(self, facts: Any) -> str:
-        """Why no kernel can be built from these facts; "" if one can."""
+        """The reason why these facts are not supported, or ""."""
         return ""
 
     def tensor_core(self, facts: Any) -> str | None:
-        """The instruction that its kernel must contain; None for one without products."""
+        """The tensor-core instruction that the kernel must contain, or None."""
         return None
 
     def warp_specialised(self, facts: Any) -> bool:
-        """Whether setmaxnreg moves registers from a producer to consumers."""
+        """True if setmaxnreg moves registers from a producer to consumers."""
         return False
 
     def named_barriers(self, facts: Any) -> tuple[str, dict[int, int]] | None:
-        """Its kernel's name in tile.barriers and, by first number, how many it uses; None for one without."""
+        """(kernel name in tile.barriers, first barrier -> count), or None without named barriers."""
         return None
 
     def kernel(self, entry: Any) -> Any:
-        """Of one with named barriers: what has a CTA's `threads`, a cluster's CTAs as `cluster`, and `arrivals`."""
+        """For a kernel with named barriers: the object with `threads` per CTA, CTAs per `cluster`, and `arrivals`."""
         return entry
 
     def dynamic_smem(self, entry: Any) -> int:
-        """Bytes of shared memory that the launch asks for, once compiled."""
+        """Bytes of dynamic shared memory of the launch; known after compilation."""
         return getattr(entry, "smem_bytes", 0) or 0
 
     def smem_limit(self, facts: Any) -> int:
-        """Bytes of shared memory that a block may have."""
+        """Maximal bytes of shared memory per CTA."""
         from ..arch import arch_named
 
         return arch_named(facts.arch).smem
 
     def judge(self, facts: Any, cubin: bytes, resources: Any, problems: list[str]) -> list[str]:
-        """What is wrong with a compiled kernel, of what inspect.problems found and of what the family knows besides."""
+        """Problems of a compiled kernel: those found by inspect.problems, adjusted by the family."""
         return problems
 
     def describe(self, facts: Any) -> dict[str, str]:
-        """The facts in words, for one row of a table: path, configuration, problem, operands, epilogue."""
+        """Description of facts as the cells of a table row: path, configuration, problem, operands, epilogue."""
         return {"configuration": str(facts)}
 
     def title(self, facts: Any) -> str:
-        """One line that no other entry of an architecture's catalogue shares."""
+        """One line of text, unique in an architecture's catalogue."""
         return "; ".join(filter(None, self.describe(facts).values()))
 
     def compile(self, facts: Any, *, keep_cubin: bool = False) -> Built:
-        """Compile the kernel of `facts`, on any machine; its metadata holds the dynamic shared memory."""
+        """Compile the kernel of `facts` on any machine; the metadata holds the dynamic shared memory."""
         entry = self.entry(facts)
         if used := self.named_barriers(facts):
             name, counts = used
@@ -117,25 +117,25 @@ class Family:
 
 
 def register(family: Family) -> Family:
-    """Add a family; ValueError if another one has its name."""
+    """Register a family; raises ValueError if its name is taken."""
     if type(_REGISTRY.get(family.name, family)) is not type(family):
-        raise ValueError(f"there is a kernel family named {family.name!r} already: {_REGISTRY[family.name]}")
+        raise ValueError(f"a kernel family named {family.name!r} is already registered: {_REGISTRY[family.name]}")
     _REGISTRY[family.name] = family
     module = type(family).__module__
     if not is_own(sys.modules.get(module)):
-        keys.OUTSIDE[family.name] = module  # a change of its sources makes other kernels, too
+        keys.OUTSIDE[family.name] = module  # its sources are part of the cache key
     return family
 
 
 def families(kind: type = Family) -> list:
-    """All families registered so far that are of a kind, in the order of their registration."""
+    """All registered families of a kind, in registration order."""
     return [family for family in _REGISTRY.values() if isinstance(family, kind)]
 
 
 def family_named(name: str) -> Family:
-    """A family by its name; ValueError with the known ones if it is not registered."""
+    """Look up a family by name; raises ValueError if it is not registered."""
     if name not in _REGISTRY:
-        raise ValueError(f"no kernel family {name!r}; registered are {', '.join(_REGISTRY)}")
+        raise ValueError(f"unknown kernel family {name!r}; registered are {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
 
 
@@ -145,27 +145,27 @@ def family_of(facts: Any) -> Family:
 
 
 def unsupported(facts: Any) -> str:
-    """Why no kernel can be built from facts of any family; "" if one can. Ops, tools and tests ask this."""
+    """The reason why facts of any family are not supported, or "". Used by ops, tools and tests."""
     return family_of(facts).unsupported(facts)
 
 
 def compile_kernel(facts: Any, *, keep_cubin: bool = False) -> Built:
-    """Compile the kernel of facts of any family."""
+    """Compile the kernel with these facts, of any family."""
     return family_of(facts).compile(facts, keep_cubin=keep_cubin)
 
 
 def function_for(facts: Any):
-    """The kernel's function, from memory, a bundle, the disk, or compiled now."""
+    """The kernel's function, from memory, a bundle or the disk, or compiled now."""
     return default_cache().get(facts, lambda: compile_kernel(facts))
 
 
 def known_ops() -> tuple[str, ...]:
-    """The public calls that bundles know."""
+    """Public ops that bundles support."""
     return tuple(dict.fromkeys(op for family in families() for op in family.ops))
 
 
 def bundle_facts(ops: Iterable[str], request: Request) -> list:
-    """The facts of usual calls of `ops`, each once; ValueError for an op that bundles do not know."""
+    """Facts of common calls of `ops`, without duplicates; raises ValueError for an unknown op."""
     found = {}
     for op in ops:
         if op not in known_ops():
@@ -177,11 +177,11 @@ def bundle_facts(ops: Iterable[str], request: Request) -> list:
 
 
 def load_all() -> None:
-    """Import every package that registers families: what installed distributions and the environment name.
+    """Import all packages that register families, as declared by installed distributions and the environment.
 
     Raises:
-        ImportError: one of them cannot be imported; a PackageError if one registers no family, or if another module
-            has its name.
+        ImportError: a package cannot be imported. PackageError if one registers no family, or if another module has
+            its name.
     """
     named = {point.value: f"an entry point of {GROUP}" for point in importlib.metadata.entry_points(group=GROUP)}
     named |= {name.strip(): VARIABLE for name in os.environ.get(VARIABLE, "").split(",")}
@@ -199,5 +199,5 @@ def load_all() -> None:
 
 
 def _packages() -> set[str]:
-    """The packages whose families are registered."""
+    """Packages whose families are registered."""
     return {type(family).__module__.partition(".")[0] for family in families()}

@@ -29,7 +29,7 @@ def dispatched(op: str, *values) -> bool:
 
     Args:
         op: name of the op, for errors.
-        values: all tensors of the call, or None, the operands first; what is no tensor is left for the op's own checks.
+        values: all tensors of the call, or None, operands first; the op's own checks reject other types.
 
     Raises:
         TypeError: a DTensor or a nested tensor.
@@ -43,7 +43,7 @@ def dispatched(op: str, *values) -> bool:
 
 
 def _dispatched(op: str, values: tuple) -> bool:
-    """The same where something is unusual."""
+    """`dispatched` for calls that need a closer look."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for tensor in tensors:
         check_supported(op, tensor)
@@ -61,7 +61,7 @@ def without_mixed_meta(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def check_supported(op: str, tensor: Tensor) -> None:
-    """Refuse tensors whose elements are spread over devices or sequences.
+    """Reject tensors whose elements are distributed over devices or sequences.
 
     Raises:
         TypeError: the tensor is a DTensor or a nested tensor.
@@ -83,7 +83,7 @@ def check_supported(op: str, tensor: Tensor) -> None:
 
 
 def check_no_tangent(op: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors with a tangent of forward-mode AD, which a kernel would drop.
+    """Reject tensors with a tangent of forward-mode AD, which a kernel would drop.
 
     Raises:
         RuntimeError: a tensor has one.
@@ -96,7 +96,7 @@ def check_no_tangent(op: str, tensors: Iterable[Tensor]) -> None:
 
 
 class NeedsDispatcher(TypeError):
-    """A call that only a registered op can serve; the public ops catch it and call theirs."""
+    """Raised for a call that only the registered op supports; the public ops catch it and call theirs."""
 
 
 def hidden() -> bool:
@@ -106,7 +106,7 @@ def hidden() -> bool:
 
 
 def check_plain(op: str, tensors: tuple) -> None:
-    """Refuse calls that a kernel must not serve.
+    """Reject tensors that a kernel must not read.
 
     Raises:
         TypeError: a DTensor, a nested tensor, or one with torch's negative bit.
@@ -141,7 +141,7 @@ def check_traced(op: str, *values) -> None:
 def undisturbed():
     """A context in which torch's functions run on plain tensors: no transform of torch.func, no dispatch mode.
 
-    Users' functions are traced inside of it, with tensors of their own.
+    Users' functions are traced inside it, with separate tensors.
     """
     with torch_compat.DisableFuncTorch(), torch_compat.without_modes():
         yield

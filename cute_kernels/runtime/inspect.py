@@ -1,8 +1,8 @@
-"""What a compiled kernel costs, read from its cubin: registers, stack, spills, shared memory, instructions.
+"""Resources of a compiled kernel, read from its cubin: registers, stack, spills, shared memory, instructions.
 
-A kernel that spills, or whose WGMMAs the compiler has serialised, gives right results at a fraction of its
-speed, without a warning. Both can be seen in the machine code, with no GPU at hand; so a test can hold every
-configuration to it. Registers and stack stand in the ELF file's `.nv.info`; the rest takes a disassembler.
+A kernel that spills, or whose WGMMAs the compiler has serialized, returns correct results at a fraction of its speed,
+without a warning. Both are visible in the machine code, without a GPU, so tests check every configuration. Registers
+and stack are in the ELF file's `.nv.info`; the rest needs a disassembler.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
 
 EM_CUDA = 190
-# Attributes of .nv.info: each of these has a payload of two u32, a symbol and a value.
+# Attributes of .nv.info with a payload of two u32, a symbol and a value.
 EIATTR_FRAME_SIZE, EIATTR_MIN_STACK_SIZE, EIATTR_REGCOUNT = 0x11, 0x12, 0x2F
-EIFMT_SVAL = 4  # the only format with a payload behind the four bytes of its header
+EIFMT_SVAL = 4  # the only format with a payload after its header of four bytes
 
-WGMMA_OPCODES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")  # 16-bit floats and TF32, fp8, int8, binary
+WGMMA_OPCODES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")  # BF16/FP16 and TF32, FP8, INT8, binary
 
-# What ptxas adds to the size of `.nv.shared.*` from sm_90 on, for the system; no block's limit includes it.
+# Bytes that ptxas adds to `.nv.shared.*` from sm_90 on for the system; the limit per CTA excludes them.
 RESERVED_SMEM = 1024
 
 # The fields of Resources that count the opcode of their name.
@@ -43,7 +43,7 @@ class MissingDisassembler(RuntimeError):
 
 @dataclass(frozen=True)
 class Frame:
-    """What the ELF file alone says of a cubin, with no disassembler; fields as in `Resources`."""
+    """Resources in a cubin's ELF file, without a disassembler; fields as in `Resources`."""
 
     arch: str
     registers: int
@@ -53,12 +53,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one cubin uses. With several kernels in it, sizes are the largest and counts are sums."""
+    """Resources of one cubin. If it has several kernels, sizes are maxima and counts are sums."""
 
     arch: str
-    registers: int  # a thread's, at entry: under setmaxnreg only what the launch allocates
-    stack: int  # bytes a thread; anything above 0 is a spill or an array indexed at run time
-    static_smem: int  # bytes a block; dynamic shared memory is the launch's, and not in the cubin
+    registers: int  # per thread at launch, before setmaxnreg
+    stack: int  # bytes per thread; more than 0 means a spill or an array indexed at run time
+    static_smem: int  # bytes per CTA; dynamic shared memory is set by the launch, and not in the cubin
     stl: int  # stores to local memory
     ldl: int  # loads from local memory
     hgmma: int
@@ -69,14 +69,14 @@ class Resources:
     utmaldg: int  # TMA loads
     utmastg: int  # TMA stores
     usetmaxreg: int
-    wgmma_waits: int  # wgmma.wait_group 0: waits that leave no product in flight
-    bar: int  # BAR: named barriers and __syncthreads, their waits and their arrivals
-    instructions: int  # without NOPs: the compiler pads with them
-    opcodes: Mapping[str, int] = field(repr=False, compare=False)  # base opcode -> count, for all the others
+    wgmma_waits: int  # wgmma.wait_group 0: waits that leave no WGMMA in flight
+    bar: int  # BAR: named barriers and __syncthreads, both waits and arrivals
+    instructions: int  # without NOPs, which are padding
+    opcodes: Mapping[str, int] = field(repr=False, compare=False)  # base opcode -> count, for all instructions
 
     @property
     def wgmmas(self) -> int:
-        """Warpgroup products of every type: fp8's are called QGMMA, and int8's IGMMA."""
+        """Number of WGMMAs of every type (HGMMA, QGMMA for FP8, IGMMA for INT8)."""
         return sum(self.opcodes.get(name, 0) for name in WGMMA_OPCODES)
 
 
@@ -100,7 +100,7 @@ def resources(cubin: bytes, arch: str) -> Resources:
 
 
 def frame(cubin: bytes, arch: str) -> Frame:
-    """Read what the ELF file of `cubin` says by itself; it must have been compiled for `arch`."""
+    """Read the ELF file of `cubin`, which must have been compiled for `arch`."""
     elf = list(sections(cubin))
     number, built = _arch_number(arch), _elf_arch(cubin)
     if number != built:
@@ -124,10 +124,9 @@ def frame(cubin: bytes, arch: str) -> Frame:
 def problems(
     resources: Resources, *, tensor_core: str | None, dynamic_smem: int, smem_limit: int, warp_specialised: bool
 ) -> list[str]:
-    """Why this kernel should not be shipped; an empty list if nothing speaks against it.
+    """Reasons not to ship this kernel; an empty list if there are none.
 
-    `tensor_core` is the instruction that must be there: "HGMMA" or "HMMA" ("QGMMA", "IGMMA" for 8 bits);
-    None of a kernel without products.
+    tensor_core: the instruction that it must contain: "HGMMA" or "HMMA" ("QGMMA" for FP8, "IGMMA" for INT8), or None.
     """
     r = resources
     found = stack_problems(r)
@@ -135,23 +134,23 @@ def problems(
         found.append(f"{r.stl} stores to and {r.ldl} loads from local memory (STL, LDL)")
     found += smem_problems(r, dynamic_smem, smem_limit)
     if tensor_core and not r.opcodes.get(tensor_core):
-        found.append(f"no {tensor_core}: the tensor cores are not used as meant")
+        found.append(f"no {tensor_core}: tensor cores are not used as intended")
     if warp_specialised and r.usetmaxreg < 2:
-        found.append(f"{r.usetmaxreg} USETMAXREG, not 2, of producer and consumers: setmaxnreg was dropped")
+        found.append(f"{r.usetmaxreg} USETMAXREG instead of 2, for producer and consumers: setmaxnreg was dropped")
     if r.wgmmas and r.wgmma_waits >= r.wgmmas:
-        found.append(f"{r.wgmma_waits} waits for {r.wgmmas} warpgroup products: the compiler serialised them")
+        found.append(f"{r.wgmma_waits} waits for {r.wgmmas} WGMMAs: the compiler serialized them")
     return found
 
 
 def stack_problems(frame: Frame | Resources) -> list[str]:
-    """A stack frame, as a problem."""
+    """Report a stack frame as a problem."""
     if frame.stack == 0:
         return []
-    return [f"a stack frame of {frame.stack} bytes a thread: spills, or an array indexed at run time"]
+    return [f"a stack frame of {frame.stack} bytes per thread: spills, or an array indexed at run time"]
 
 
 def smem_problems(frame: Frame | Resources, dynamic_smem: int, smem_limit: int) -> list[str]:
-    """More shared memory than a block may have, as a problem; all in bytes."""
+    """Report shared memory beyond the limit per CTA as a problem; all in bytes."""
     smem = frame.static_smem + dynamic_smem
     if smem <= smem_limit:
         return []
@@ -165,11 +164,11 @@ def smem_problems(frame: Frame | Resources, dynamic_smem: int, smem_limit: int) 
 class Section(NamedTuple):
     name: str
     size: int
-    data: bytes  # empty for a section that takes no room in the file
+    data: bytes  # empty for a section without bytes in the file
 
 
 def sections(elf: bytes) -> Iterator[Section]:
-    """The sections of a 64-bit little-endian ELF file, which every cubin is."""
+    """Sections of a 64-bit little-endian ELF file, such as a cubin."""
     if elf[:6] != b"\x7fELF\x02\x01" or len(elf) < 64 or struct.unpack_from("<H", elf, 18)[0] != EM_CUDA:
         raise ValueError("not a cubin")
     (table,) = struct.unpack_from("<Q", elf, 40)
@@ -187,13 +186,13 @@ def sections(elf: bytes) -> Iterator[Section]:
 
 
 def code_hash(elf: bytes) -> str:
-    """A hash of a cubin's instructions alone, its .text sections: a kernel that is renamed keeps it."""
+    """Hash of a cubin's instructions (.text sections), independent of the kernel's name."""
     code = [section.data for section in sections(elf) if section.name.startswith(".text.")]
     return hashlib.sha256(b"".join(code)).hexdigest()[:16]
 
 
 def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
-    """(attribute, value) for each attribute of `.nv.info` that gives a symbol a value."""
+    """(attribute, value) for each attribute of `.nv.info` with a symbol and a value."""
     position = 0
     while position + 4 <= len(info):
         fmt, attribute, size = struct.unpack_from("<BBH", info, position)
@@ -206,7 +205,7 @@ def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _elf_arch(elf: bytes) -> int:
-    """The architecture's number in the flags: CUDA 13 (ABI version 8) has moved it up by a byte."""
+    """Architecture number in the ELF flags; CUDA 13 (ABI version 8) has moved it up by a byte."""
     (flags,) = struct.unpack_from("<I", elf, 48)
     return (flags >> 8) & 0xFF if elf[8] >= 8 else flags & 0xFF
 
@@ -223,7 +222,7 @@ def _arch_number(arch: str) -> int:
 
 @functools.cache
 def find_nvdisasm() -> str:
-    """The wheel's disassembler, which is as new as the compiler, or else the PATH's, which may not be."""
+    """Find nvdisasm: the wheel's, which is as new as the compiler, otherwise the one in PATH, which may be older."""
     try:
         files = importlib.metadata.files(NVDISASM_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -237,10 +236,10 @@ def find_nvdisasm() -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The code sections of `cubin` as SASS."""
+    """Disassemble the code sections of `cubin` to SASS."""
     nvdisasm = find_nvdisasm()
     with tempfile.TemporaryDirectory(prefix="cute-kernels-") as folder:
-        path = Path(folder, "kernel.cubin")  # nvdisasm reads no pipe
+        path = Path(folder, "kernel.cubin")  # nvdisasm cannot read from a pipe
         path.write_bytes(cubin)
         # Without the dataflow analysis, which only labels indirect jumps and takes most of the time.
         done = subprocess.run([nvdisasm, "-c", "-ndf", str(path)], capture_output=True, text=True)
@@ -252,16 +251,16 @@ def disassemble(cubin: bytes) -> str:
     return done.stdout
 
 
-# An instruction follows its offset; a predicate may stand before it:  /*0060*/  @!P0 EXIT ;
+# An instruction follows its offset and an optional predicate:  /*0060*/  @!P0 EXIT ;
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
-# Waits for all but one product are what a pipelined mainloop has; a serialised one waits for every product.
+# A pipelined mainloop waits for all but one WGMMA; a serialized one waits for every WGMMA.
 _DRAIN = re.compile(r"\bWARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b")
 
-# ptxas writes the commit of a group without products as a product that is never executed, whatever the dtype.
+# ptxas emits the commit of an empty group as an HGMMA that is never executed, for all dtypes.
 _EMPTY_GROUP = re.compile(r"\bHGMMA(?=\.\S+\s+RZ,\s*gdesc\[URZ\],\s*RZ,\s*!UPT\b)")
 
 
 def instructions(sass: str) -> Iterator[str]:
-    """Each instruction's opcode with its modifiers, in the order of the code; an empty group's is WARPGROUP.COMMIT."""
+    """Opcode with modifiers of each instruction, in code order; WARPGROUP.COMMIT for an empty group."""
     return (match[1] for match in _INSTRUCTION.finditer(_EMPTY_GROUP.sub("WARPGROUP.COMMIT", sass)))

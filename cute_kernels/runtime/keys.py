@@ -1,7 +1,7 @@
-"""What makes two compiled kernels the same: facts, the project's sources, the compiler's versions, the CPU.
+"""Cache keys of compiled kernels: facts, the project's sources, the compiler's versions, the CPU.
 
-A stale kernel is worse than a slow start, so a key errs on the side of compiling again: one changed byte in
-any source file of the project gives every kernel a new key.
+A stale kernel is worse than a slow start, so keys are conservative: one changed byte in any source file of the project
+changes the key of every kernel.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from .compile import import_cutlass
 from .packages import PACKAGES, folder_of
 
-# Settings of the DSL that change the code it makes, past the options string.
+# Environment variables of the DSL that change the generated code, besides the options string.
 COMPILER_ENVIRONMENT = tuple(
     f"CUTE_DSL_{name}" for name in ("COMPILER_OPT", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "LINEINFO")
 )
 
-# What repr() gives for a function, or an object that has none of its own: an address, which another process
-# may give to something else. (A set's order changes too, but costs a compilation only.)
+# repr() of a function, or of an object without __repr__, contains an address, which is not stable across processes.
+# (The order of a set is not stable either, but only costs a compilation.)
 _UNSTABLE = re.compile(r" at 0x[0-9a-fA-F]+>")
 
 _X86_LEVELS = {
@@ -38,34 +38,34 @@ _X86_LEVELS = {
 
 
 def facts_text(facts: Any) -> str:
-    """`facts` as text that is equal in every process: its type with its `key()`, or else its `repr`."""
+    """`facts` as text that is stable across processes: the type with its `key()`, or its `repr`."""
     own = getattr(facts, "key", None)
     text = own() if callable(own) else repr(facts)
     if found := _UNSTABLE.search(text):
         raise TypeError(
-            f"{type(facts).__name__} has no stable key ({found[0]!r} in {text!r}): give it a key() that "
-            "names functions, and objects without a repr, by their contents"
+            f"{type(facts).__name__} has no stable key ({found[0]!r} in {text!r}); define a key() that represents "
+            "functions, and objects without a repr, by their contents"
         )
     return f"{type(facts).__module__}.{type(facts).__qualname__}:{text}"
 
 
 def target_of(facts: Any) -> str:
-    """The architecture that `facts` are for. It is required: a cache folder may be shared by unlike GPUs."""
+    """Architecture of `facts`. It is required, since different GPUs may share a cache folder."""
     arch = getattr(facts, "arch", None)
     if not arch:
-        raise TypeError(f"{type(facts).__name__} must carry the architecture it is compiled for, as `arch`")
+        raise TypeError(f"{type(facts).__name__} must have an attribute `arch`, the architecture to compile for")
     return str(arch)
 
 
 @functools.cache
 def source_fingerprint(packages: tuple[str, ...] = PACKAGES) -> str:
-    """A hash of all Python files of those of `packages` that are installed; read once, and none is imported."""
+    """Hash of all Python files of the installed ones of `packages`; computed once, without importing them."""
     folders = {package: folder_of(package) for package in packages}
     return _hash_of({package: [folder] for package, folder in folders.items() if folder is not None})
 
 
 def _hash_of(folders: Mapping[str, list]) -> str:
-    """A hash of all Python files in the folders of packages."""
+    """Hash of all Python files in the folders of packages."""
     digest = hashlib.sha256()
     for package, places in folders.items():
         for folder in sorted(places):
@@ -82,7 +82,7 @@ OUTSIDE: dict[str, str] = {}  # families of other packages, and the modules that
 
 @functools.cache
 def sources_of(module: str) -> str:
-    """A hash of the package that an imported module lies in, or of its file where it is in none."""
+    """Hash of the package of an imported module, or of its file if it is not in a package."""
     if package := module.rpartition(".")[0]:
         return _hash_of({package: list(getattr(sys.modules.get(package), "__path__", ()))})
     path = getattr(sys.modules.get(module), "__file__", None)
@@ -91,7 +91,7 @@ def sources_of(module: str) -> str:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """What compiles and what is linked against. Imports the DSL: it picks its CUDA flavour by the driver."""
+    """Versions of the compiler and linked libraries. Imports the DSL, which selects its CUDA version by the driver."""
     cuda = import_cutlass().CUDA_VERSION
     found = {name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
     return found | {"cuda": f"cu{cuda.major}.{cuda.minor}"}
@@ -99,10 +99,10 @@ def versions() -> Mapping[str, str]:
 
 @functools.cache
 def host_cpu() -> str:
-    """The machine and, for x86-64, its level: the DSL compiles host code with all that the CPU has.
+    """The machine type, for x86-64 with its level: the DSL compiles host code for all features of the CPU.
 
-    An object made on a CPU with AVX-512 does use it, and on a CPU without it ends the process by SIGILL. So
-    this belongs to where an object may be loaded, though not to which kernel it is.
+    An object compiled on a CPU with AVX-512 uses it, and crashes with SIGILL on a CPU without. So this determines where
+    an object may be loaded, but is not part of the kernel's key.
     """
     machine = platform.machine()
     if machine != "x86_64":
@@ -122,7 +122,7 @@ def host_cpu() -> str:
 
 
 def host_can_run(built_on: str) -> bool:
-    """Whether this CPU has all that an object built on `built_on` may use."""
+    """True if this CPU has all features that an object built on `built_on` may use."""
     mine, mine_level = _split_level(host_cpu())
     other, other_level = _split_level(built_on)
     return mine == other and mine_level >= other_level
@@ -134,12 +134,12 @@ def _split_level(host: str) -> tuple[str, int]:
 
 
 def environment() -> Mapping[str, str]:
-    """Those settings of the DSL in the process's environment that change the code."""
+    """The DSL's settings in the process's environment that change the generated code."""
     return {name: os.environ[name] for name in COMPILER_ENVIRONMENT if name in os.environ}
 
 
 def entry_key(facts: Any, sources: str, versions: Mapping[str, str]) -> str:
-    """The name of one compiled kernel: 64 hexadecimal digits."""
+    """Key of one compiled kernel: 64 hexadecimal digits."""
     parts = [
         facts_text(facts),
         target_of(facts),
@@ -153,11 +153,11 @@ def entry_key(facts: Any, sources: str, versions: Mapping[str, str]) -> str:
 
 
 def folder_name(sources: str, versions: Mapping[str, str]) -> str:
-    """The folder of all kernels that one state of the sources, the compiler and the CPU can use."""
+    """Folder of all kernels of one state of the sources, the compiler and the CPU."""
     parts = [sources, sorted(versions.items()), host_cpu()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def function_name(key: str) -> str:
-    """The C identifier of an entry's function; distinct, since many objects live in one process."""
+    """C identifier of an entry's function; unique, since many objects are loaded into one process."""
     return f"ck_{key[:24]}"

@@ -1,4 +1,4 @@
-"""Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls go around them.
+"""Ops registered with torch.library, for torch.compile, export, opcheck and autograd; eager calls bypass them.
 
 Inductor's code calls an op's function directly. The dispatcher, and the Python functions that torch.library.custom_op
 registers for autograd's dispatch keys, would add 13 us of host overhead to each call. AOTAutograd has handled gradients
@@ -37,14 +37,14 @@ def register(
     name: str, inputs: str, terms: str, run: Callable, fake: Callable, *, more: str = "",
     gradient: tuple | None = None, flops: Callable | None = None,
 ) -> None:  # fmt: skip
-    """The op "namespace::name", (inputs, terms) -> its outputs, and its variant `.._out`, (inputs, out, terms) -> the
-    outputs after the first, which it writes to `out`.
+    """Register the op "namespace::name", (inputs, terms) -> outputs, and its variant `.._out`, (inputs, out, terms) ->
+    outputs after the first, which is written to `out`.
 
     Args:
-        inputs, terms: arguments as a schema has them; terms have defaults.
-        run: a function of the inputs and, by keyword, of the terms and of out, a tensor or None: the outputs.
-        fake: the same without out, of tensors without contents.
-        more: the output after the first as a schema has it, such as "Tensor"; "" for a single output.
+        inputs, terms: arguments in schema syntax; terms have defaults.
+        run: function of the inputs and, by keyword, of the terms and of out, a tensor or None; returns the outputs.
+        fake: the fake implementation, like run without out.
+        more: the second output in schema syntax, such as "Tensor"; "" for a single output.
         gradient: (setup_context, backward) of torch.library.register_autograd, for the op that allocates its output.
         flops: a function of the op's arguments that returns the count for FlopCounterMode.
     """
@@ -71,7 +71,7 @@ def register(
 def register_pair(
     name: str, inputs: str, terms: str, run: Callable, fake: Callable, gradient: tuple, flops: Callable
 ) -> None:
-    """The op (inputs, terms) -> (Tensor, Tensor) of such functions as `register` takes, without a variant for out."""
+    """Register the op (inputs, terms) -> (Tensor, Tensor), like `register`, without a variant for out."""
     run, fake = by_name(run, inputs, terms, "none"), by_name(fake, inputs, terms, "")
     define(name, f"({inputs}, {terms}) -> (Tensor, Tensor)", run, fake, gradient, flops)
 
@@ -89,7 +89,7 @@ def _before_lowering(name: str, run: Callable, fake: Callable) -> Callable:
 
 
 def _packet(name: str):
-    """torch.ops' object of the op "namespace::name"."""
+    """The OpOverloadPacket of the op "namespace::name"."""
     namespace, short = name.split("::")
     return getattr(getattr(torch.ops, namespace), short)
 
@@ -97,7 +97,7 @@ def _packet(name: str):
 def define(
     name: str, schema: str, run: Callable, fake: Callable, gradient: tuple | None = None, flops: Callable | None = None
 ) -> None:
-    """An op that allocates its outputs, of positional arguments; vmap runs it once for each item."""
+    """Register an op with positional arguments that allocates its outputs; vmap runs it once per batch item."""
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     op.register_fake(_before_lowering(name, run, fake))
     op.register_vmap(transforms.loop(op))
@@ -110,18 +110,18 @@ def define(
 
 
 def call(name: str, inputs: tuple, out, terms: tuple):
-    """All outputs of the op "namespace::name" or, with out, of its variant: under torch.compile, and of calls that
-    torch's dispatcher must see (front.py).
+    """Call the op "namespace::name" or, with out, its variant; returns all outputs. Used under torch.compile, and for
+    calls that torch's dispatcher must see (front.py).
 
     Raises:
-        RuntimeError: out is given under a transform of torch.func.
+        RuntimeError: out is passed under a torch.func transform.
     """
     namespace, short = name.split("::")
     ops = getattr(torch.ops, namespace)
     if not torch.compiler.is_compiling() and functorch_active():
         if out is not None:
             what = inputs[0] if isinstance(inputs[0], str) else short
-            raise RuntimeError(f"{what}: under a transform of torch.func it has no out=; leave it out")
+            raise RuntimeError(f"{what}: out= is not supported under a torch.func transform; leave it out")
         return transforms.apply(name, getattr(ops, short), (*inputs, *terms))
     if out is None:
         return getattr(ops, short)(*inputs, *terms)

@@ -1,7 +1,7 @@
-"""The project's packages, found by where they lie.
+"""The project's packages, identified by their location.
 
-A name does not say whose a module is: with a user's module `attention` beside the script, Python imports that one
-under the name of the package.
+A name is not sufficient: if a user's script is next to a module `attention`, Python imports that one under the name of
+the package.
 """
 
 import importlib
@@ -16,7 +16,7 @@ PACKAGES = ("cute_kernels", "sparse_collective", "attention")
 
 
 class PackageError(ImportError):
-    """A package of kernel families that cannot be had, as another module has its name or it registers none."""
+    """A package of kernel families cannot be used: another module has its name, or it registers no family."""
 
 
 def folder_of(package: str) -> Path | None:
@@ -26,7 +26,7 @@ def folder_of(package: str) -> Path | None:
 
 
 def is_own(module: ModuleType | None) -> bool:
-    """True if a module that was imported is of PACKAGES."""
+    """True if an imported module belongs to PACKAGES."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or module.__name__.partition(".")[0] not in PACKAGES:
         return False
@@ -34,10 +34,10 @@ def is_own(module: ModuleType | None) -> bool:
 
 
 def import_module(name: str) -> ModuleType:
-    """importlib.import_module, which finds PACKAGES where they lie and not first in the current folder.
+    """importlib.import_module that finds PACKAGES at their location before the current folder.
 
     Raises:
-        PackageError: another module of that name is imported already.
+        PackageError: another module of that name is already imported.
     """
     package = name.partition(".")[0]
     folder = folder_of(package)

@@ -1,8 +1,8 @@
-"""Many kernels compiled at once, in processes, because the compiler is not thread-safe.
+"""Parallel compilation in processes, because the compiler is not thread-safe.
 
-Workers are spawned, not forked: the compiler's threads and a CUDA context do not survive a fork. What goes in is
-facts and what comes out is bytes or a report, all of it picklable. A kernel that fails says so in its `Outcome`
-and does not stop the others.
+Workers are spawned, not forked: the compiler's threads and a CUDA context do not survive a fork. Inputs are facts and
+outputs are bytes or a report, all picklable. A kernel that fails is reported in its `Outcome` and does not stop the
+others.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ MOST_ERROR_TEXT = 1500  # characters; the compiler's messages can hold a whole m
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one item: a value, or the reason why there is none."""
+    """Result of one item: a value, or an error."""
 
     item: Any
     value: Any
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel uses against what it may use."""
+    """Resources of a compiled kernel, and its problems."""
 
     resources: inspect.Resources
     dynamic_smem: int
@@ -53,7 +53,7 @@ def inspect_kernel(facts: Any) -> Report:
 
 
 def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
-    """Read a kernel's machine code; inspect.MissingDisassembler where nothing can."""
+    """Read a kernel's machine code; raises inspect.MissingDisassembler without nvdisasm."""
     family, resources = family_of(facts), inspect.resources(cubin, facts.arch)
     problems = inspect.problems(
         resources,
@@ -67,13 +67,13 @@ def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
 
 
 def compile_object(named: tuple[Any, str]) -> tuple[bytes, dict[str, Any]]:
-    """The object file of a kernel, its function under the given name, and its metadata: a bundle's entry."""
+    """Compile a kernel to a bundle's entry: its object file, with a function of the given name, and its metadata."""
     facts, name = named
     return build_object(lambda: compile_kernel(facts), name)
 
 
 def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
-    """Call `function`; an exception becomes text, because the compiler's own do not all pickle."""
+    """Call `function`; exceptions are converted to text, since some of the compiler's cannot be pickled."""
     start = time.perf_counter()
     value, error = None, ""
     try:
@@ -85,10 +85,10 @@ def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Processes whose work can be ended at once: an interrupted compilation would go on for seconds."""
+    """Process pool that can be stopped at once; an interrupted compilation would run on for seconds."""
 
     def submit(self, function, /, *args, **kwargs):
-        # A process may be started here. It inherits this mask: Ctrl-C is this process's to handle, from the start.
+        # A process may be started here and inherits this mask, so that only the parent handles Ctrl-C.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(function, *args, **kwargs)
@@ -96,7 +96,7 @@ class WorkerPool(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for what was submitted; or, with `cancel_futures`, end what waits and what runs."""
+        """Wait for submitted work; with `cancel_futures`, cancel pending work and kill running processes."""
         if cancel_futures:
             for process in list((self._processes or {}).values()):
                 _kill(process.pid)
@@ -104,14 +104,14 @@ class WorkerPool(ProcessPoolExecutor):
 
 
 def _kill(pid: int) -> None:
-    """End a worker with what it has started. One that has no group of its own yet has started nothing."""
+    """Kill a worker and its children. A worker without its own process group has started none."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
 
 
 def worker_pool(jobs: int) -> WorkerPool:
-    """Processes to submit `attempt` to, which know the families that this one knows."""
+    """Processes to submit `attempt` to, with the families of this process."""
     modules = tuple(dict.fromkeys(type(family).__module__ for family in families()))
     context = multiprocessing.get_context("spawn")
     return WorkerPool(jobs, context, initializer=_start_worker, initargs=(modules,))
@@ -120,13 +120,13 @@ def worker_pool(jobs: int) -> WorkerPool:
 def _start_worker(modules: tuple[str, ...]) -> None:
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.dup2(2, 1)  # what the compiler prints: stdout may be somebody's JSON
+    os.dup2(2, 1)  # the compiler prints to stdout, which may be JSON output
     for module in modules:
         import_module(module)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed leaves nobody who would end this process."""
+    """Terminate this process when its parent is killed."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
 
@@ -134,10 +134,10 @@ def _end_with_parent() -> None:
 def in_parallel(
     function: Callable[[Any], Any], items: Iterable[Any], jobs: int, *, own_process: bool = False
 ) -> Iterator[Outcome]:
-    """The outcome of each item, as they come; `function` is a module's own.
+    """Yield the outcome of each item as it finishes; `function` must be a module-level function.
 
-    Whoever stops to iterate, or is interrupted, ends the processes. One job stays in this process, where a compilation
-    notices Ctrl-C only at its end; with `own_process` it does not.
+    Stopping the iteration, or an interrupt, ends the processes. A single job runs in this process, where a compilation
+    handles Ctrl-C only at its end; with `own_process` it runs in a worker.
     """
     items = list(items)
     jobs = min(jobs, len(items))
@@ -156,7 +156,7 @@ def in_parallel(
             try:
                 yield future.result()
             except BrokenProcessPool:
-                why = "a compiling process died, of this kernel or of one beside it"
+                why = "a compiler process died while compiling this kernel or a concurrent one"
                 yield Outcome(futures[future], None, why, 0.0)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
-"""The kernels that a program asked for, in a file: what to compile for machines that should not.
+"""Recording of a program's kernels in a file, to compile them ahead of time.
 
-With CUTE_KERNELS_RECORD=FILE a program appends the facts of each kernel that its cache hands out for the first time, a
-line of JSON each; several processes may share the file. Lines hold plain values and names of types. Reading one makes
-frozen dataclasses and named tuples of the packages that it is told, and runs nothing else.
+With CUTE_KERNELS_RECORD=FILE a program appends the facts of each kernel that its cache returns for the first time, one
+line of JSON each; several processes may share the file. Lines hold plain values and names of types. Reading creates
+only frozen dataclasses and named tuples of the given packages, and runs no other code.
 """
 
 import dataclasses
@@ -19,31 +19,31 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 class RecordError(ValueError):
-    """A file that is no record of kernels, or one of other sources."""
+    """The file is not a record of kernels, or was recorded with other sources."""
 
 
 def note(facts: Any) -> None:
-    """Append a line with these facts, if the environment asks for it."""
+    """Append a line with these facts, if recording is enabled by the environment."""
     if path := os.environ.get(VARIABLE):
         line = (json.dumps(encoded(facts)) + "\n").encode()
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(file, line)  # in one piece, since other processes may write to it
+            os.write(file, line)  # in one call, since other processes may append too
         finally:
             os.close(file)
 
 
 def read(path: str | os.PathLike[str], packages: Collection[str]) -> list:
-    """The facts in a file, each once; RecordError with the line that cannot be read.
+    """Read the facts in a file, without duplicates; raises RecordError with the line that cannot be read.
 
-    `packages`: whose types the facts are made of. Their modules may be imported.
+    packages: the packages that define the types of facts; their modules may be imported.
     """
     found = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
         try:
             found[decoded(json.loads(line), packages)] = None
         except Exception as error:
-            raise RecordError(f"{path}, line {number}: {error}; record it anew with {VARIABLE}={path}") from None
+            raise RecordError(f"{path}, line {number}: {error}; record it again with {VARIABLE}={path}") from None
     return list(found)
 
 
@@ -64,7 +64,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any, packages: Collection[str]) -> Any:
-    """The value that `encoded` was given."""
+    """The inverse of `encoded`."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list):
@@ -74,10 +74,10 @@ def decoded(value: Any, packages: Collection[str]) -> Any:
 
 
 def type_named(name: str, packages: Collection[str]) -> type:
-    """A frozen dataclass or named tuple by "module:name"; ValueError for all else."""
+    """A frozen dataclass or named tuple by "module:name"; raises ValueError otherwise."""
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] not in packages:
-        raise ValueError(f"{name} is in none of the packages with kernel families, {', '.join(sorted(packages))}")
+        raise ValueError(f"{name} is not in a package with kernel families ({', '.join(sorted(packages))})")
     found = getattr(import_module(module), qualname, None)
     frozen = dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
     if not isinstance(found, type) or not (frozen or issubclass(found, tuple) and hasattr(found, "_fields")):

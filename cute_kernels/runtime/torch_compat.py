@@ -206,12 +206,12 @@ _LOWERED: set[OpOverload] = set()  # ops that lower_to_function has changed
 
 
 def lower_to_function(op: OpOverload) -> None:
-    """Make inductor's code call torch.ops.namespace.name.function, which the library has put there, in the place of the
-    operator, and keep inductor from reusing the memory of integer and bool arguments for later results of a graph.
+    """Make inductor's code call torch.ops.namespace.name.function, set by library.py, instead of the operator, and keep
+    inductor from reusing the memory of integer and bool arguments for later results of a graph.
 
-    It would write other values into the same Python tensor, and its version would stay the same. Ops that cache what
-    they derive from such a tensor (a pattern's tables) would use what they derived of the earlier values. Does nothing
-    until inductor is imported; an op's fake implementation calls it, which inductor runs before it lowers a graph.
+    Such a reuse would change the contents of the same Python tensor without changing its version. Ops that cache
+    tensors derived from it (a pattern's tables) would then use stale ones. Does nothing until inductor is imported. An
+    op's fake implementation calls it; inductor runs that before it lowers a graph.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if op in _LOWERED or not hasattr(lowering, "make_fallback"):
@@ -237,7 +237,7 @@ def lower_to_function(op: OpOverload) -> None:
                 made.set_python_kernel_name(f"torch.ops.{str(op).rpartition('.')[0]}.function")
         return result
 
-    if op not in lowering.lowerings:  # as inductor itself does for an op that it does not know
+    if op not in lowering.lowerings:  # as inductor does for an unknown op
         tag = get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
     fallback, lowering.lowerings[op] = lowering.lowerings[op], lower
@@ -260,12 +260,12 @@ def writes_an_argument(op: OpOverload) -> bool:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """True if torch composes the operator of others, so that op.decompose() runs those."""
+    """True if the operator is composite, so that op.decompose() runs others."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def decomposition_of(op: OpOverload):
-    """A function that computes the operator by simpler ones; None if torch registers none."""
+    """torch's registered decomposition of the operator, or None."""
     return torch._decomp.decomposition_table.get(op)
 
 
@@ -297,21 +297,21 @@ def constant_variable(value):
 
 
 def load_cell(cell):
-    """Dynamo's VariableTracker of what a closure cell of the running trace holds."""
+    """Dynamo's VariableTracker of the contents of a closure cell in the running trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
 
 
 def value_of(variable, outside: list, made: dict | None = None):
-    """The Python value of a VariableTracker, to which the graph becomes specialized.
+    """The Python value of a VariableTracker, which the graph is specialized to.
 
-    Functions and containers that were made inside the trace are made again. `outside` grows by the functions, objects,
-    classes and modules that the value leads to, and by (globals, code) of a function that was made inside: the graph
-    depends on which these are, not on what they hold.
+    Functions and containers that were created inside the trace are created again. The functions, objects, classes and
+    modules that the value references are appended to `outside`, and (globals, code) of a function created inside: the
+    graph depends on their identity, not on their contents.
 
     Raises:
-        NotImplementedError: it has no value before the graph runs, as a tensor; the message names its type.
+        NotImplementedError: it has no value before the graph runs, like a tensor; the message names its type.
     """
     from torch._dynamo import variables
     from torch._dynamo.guards import GuardBuilder, install_guard
@@ -325,7 +325,7 @@ def value_of(variable, outside: list, made: dict | None = None):
     if isinstance(variable, variables.SymNodeVariable):
         return variable.evaluate_expr()
     if isinstance(variable, NestedUserFunctionVariable):
-        if id(variable) not in made:  # else a function that refers to itself
+        if id(variable) not in made:  # otherwise a function that references itself
             cells = variable.closure.items if variable.closure else ()
             code, scope, closure = variable.get_code(), variable.get_globals(), tuple(types.CellType() for _ in cells)
             made[id(variable)] = function = types.FunctionType(code, scope, code.co_name, closure=closure)
@@ -347,7 +347,7 @@ def value_of(variable, outside: list, made: dict | None = None):
         return variable.python_type()(map(value, variable.items))
     is_object = isinstance(variable, variables.UserDefinedObjectVariable)
     if is_object and variable.source is None:
-        raise NotImplementedError(f"{variable.python_type().__name__} that is made inside the compiled function")
+        raise NotImplementedError(f"{variable.python_type().__name__} created inside the compiled function")
     try:
         found = variable.value if is_object else variable.as_python_constant()
     except NotImplementedError:
@@ -364,7 +364,7 @@ def value_of(variable, outside: list, made: dict | None = None):
 def _guard_captured(function: types.FunctionType, source) -> bool:
     """Guard the numbers and strings that a function captures or has as defaults.
 
-    False if it has other things, too, or the traced function writes to them.
+    Returns False if it also has other values, or the traced function writes to them.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, GetItemSource
@@ -387,9 +387,9 @@ def _guard_captured(function: types.FunctionType, source) -> bool:
 
 
 def guard_attribute(name: str, owner, attribute: str) -> None:
-    """Make the graph that is being traced serve calls in which an attribute of the owner is what it is now.
+    """Guard the graph that is being traced on the current value of an attribute of the owner.
 
-    The graph keeps the owner, one for each name.
+    The graph holds a reference to the owner, one per name.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, GlobalSource
@@ -405,8 +405,8 @@ def guard_attribute(name: str, owner, attribute: str) -> None:
 def entry_variable(module: str, table: str, key: str, attribute: str, changes: bool = False):
     """Dynamo's VariableTracker of getattr(module.table[key], attribute), read at each call of the graph.
 
-    An int is a constant of the graph until its second value; Dynamo makes constants of other global ints for ever. One
-    that `changes` in each call is an input of the graph at once. In torch.export an int is a constant.
+    An int is a constant of the graph until its value changes; Dynamo treats other global ints as constants forever.
+    With `changes` it is an input of the graph at once. In torch.export an int is a constant.
     """
     from torch._dynamo.source import AttrSource, DictGetItemSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -426,7 +426,7 @@ def entry_variable(module: str, table: str, key: str, attribute: str, changes: b
 def pending_writes() -> tuple[set[int], set[tuple[int, str]], set[str]]:
     """(ids of containers and cells, (id, attribute) of objects, names of globals) that the traced function writes to.
 
-    Dynamo does these writes after the graph has run.
+    Dynamo performs these writes after the graph has run.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import CellVariable, NewGlobalVariable, PythonModuleVariable

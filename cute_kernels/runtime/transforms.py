@@ -1,8 +1,8 @@
 """Derivatives under torch.func's transforms, vmap, and second derivatives.
 
-torch.func takes autograd functions with a setup_context of their own and flat arguments, which register_autograd does
-not make. So a differentiable op registers its two functions here as well, and library.call goes through
-`Differentiable` while a transform is active. vmap runs an op once for each item of the batch.
+torch.func requires autograd functions with a setup_context and flat arguments, which register_autograd does not create.
+So a differentiable op registers its two functions here as well, and library.call uses `Differentiable` while a
+transform is active. vmap runs an op once per batch item.
 """
 
 import functools
@@ -31,7 +31,7 @@ _GRADIENTS: dict[str, tuple[Callable, Callable]] = {}  # name of an op -> (setup
 
 
 class _Context(SimpleNamespace):
-    """The ctx that a registered op's setup_context and backward see."""
+    """The ctx passed to a registered op's setup_context and backward."""
 
     saved_tensors: tuple = ()
 
@@ -76,7 +76,7 @@ class Differentiable(torch.autograd.Function):
 
 
 class Gradients(torch.autograd.Function):
-    """An op's backward, by registered ops that are not differentiable."""
+    """An op's backward, computed by registered ops that are not differentiable."""
 
     generate_vmap_rule = True
 
@@ -96,7 +96,7 @@ class Gradients(torch.autograd.Function):
 
 
 def _without_none(call, gradients) -> tuple[Tensor, ...]:
-    """The gradients that there are; call.places gets their numbers among all."""
+    """The gradients that are not None; their indices are stored in call.places."""
     flat = tree_flatten(gradients)[0]
     call.places = tuple(i for i, gradient in enumerate(flat) if gradient is not None)
     call.count = len(flat)
@@ -104,12 +104,12 @@ def _without_none(call, gradients) -> tuple[Tensor, ...]:
 
 
 def register(name: str, gradient: tuple[Callable, Callable]) -> None:
-    """Make the op "namespace::name" differentiable under torch.func; gradient as register_autograd takes it."""
+    """Make the op "namespace::name" differentiable under torch.func; gradient: (setup_context, backward)."""
     _GRADIENTS[name] = gradient
 
 
 def apply(name: str, op: Callable, inputs: tuple):
-    """The op of these inputs while a transform is active."""
+    """Call the op while a transform is active."""
     if name not in _GRADIENTS:
         return op(*inputs)
     flat, spec = tree_flatten(tuple(inputs))
@@ -118,14 +118,14 @@ def apply(name: str, op: Callable, inputs: tuple):
 
 
 def loop(op: Callable) -> Callable:
-    """A vmap rule for torch.library.register_vmap: the op once for each item, the results stacked in front."""
+    """A rule for torch.library.register_vmap that calls the op once per batch item and stacks the results."""
 
     def rule(info, in_dims, *inputs):
         flat, spec = tree_flatten(inputs)
         dims = tree_flatten(in_dims)[0]
         batched = [(i, t.movedim(d, 0)) for i, (t, d) in enumerate(zip(flat, dims, strict=True)) if d is not None]
         items = []
-        for number in range(max(info.batch_size, 1)):  # a batch of no items takes its shapes from one of zeros
+        for number in range(max(info.batch_size, 1)):  # an empty batch gets its shapes from an item of zeros
             item = list(flat)
             for i, tensor in batched:
                 item[i] = tensor[number] if info.batch_size else tensor.new_zeros(tensor.shape[1:])
@@ -138,15 +138,15 @@ def loop(op: Callable) -> Callable:
 
 
 class Raising(torch.autograd.Function):
-    """Copies of gradients, whose own derivatives raise.
+    """Copies of gradients whose own derivatives raise.
 
     `sources` are the tensors that the gradients were computed from. With them as inputs, autograd reaches this function
-    also where it looks for the derivative by some tensors only, as torch.autograd.grad(loss, [w]) does.
+    even if only some derivatives are requested, as in torch.autograd.grad(loss, [w]).
     """
 
     @staticmethod
     def forward(ctx, count, *gradients_and_sources):
-        return tuple(t.detach() for t in gradients_and_sources[:count])  # not views, which refuse in-place operations
+        return tuple(t.detach() for t in gradients_and_sources[:count])  # not views, which reject in-place operations
 
     @staticmethod
     def backward(ctx, *_):
@@ -154,7 +154,7 @@ class Raising(torch.autograd.Function):
 
 
 class _Unpacked:
-    """An autograd context that keeps its saved tensors: unpacking twice raises inside of torch.utils.checkpoint."""
+    """An autograd context that holds its saved tensors; unpacking twice raises inside torch.utils.checkpoint."""
 
     def __init__(self, ctx):
         self.ctx = ctx
@@ -203,7 +203,7 @@ def differentiable_once(backward: Callable) -> Callable:
 
 
 def _one_by_one(backward: Callable, ctx, gradients: tuple) -> tuple:
-    """A backward of batched gradients, once for each item."""
+    """Run a backward of batched gradients once per batch item."""
     level, items = 0, []
     for gradient in gradients:
         if is_grads_batched(gradient):

@@ -1,11 +1,11 @@
-"""Memory of zeros, from which the thread blocks of a kernel draw numbers.
+"""Zero-initialized workspace for semaphores and counters of kernels.
 
-One buffer of zeros for each device, stream and dtype, kept as long as the process lives: every kernel leaves zeros
-behind, and the kernels of a stream follow each other, so all of them use it. It grows when a call needs more. Nothing
-but a fault stops a kernel before it has left zeros, and a fault ends the CUDA context.
+There is one buffer per device, stream and dtype for the lifetime of the process. Every kernel resets it to zero, and
+the kernels of a stream are serialized, so all of them share it. It grows when a call needs more. Only a fault can stop
+a kernel before the reset, and a fault ends the CUDA context.
 
-A CUDA graph may be replayed beside other calls, so a call under capture gets a buffer of its own from the graph's
-memory, and zeroing it becomes part of the graph: a few microseconds a replay.
+A CUDA graph may be replayed concurrently with other calls. So a call under capture gets a separate buffer from the
+graph's memory, and zeroing it becomes part of the graph: a few microseconds per replay.
 """
 
 import torch
@@ -17,9 +17,9 @@ _BUFFERS: dict[tuple, torch.Tensor] = {}  # (device, stream, dtype) -> (words,),
 
 
 def zeros(device: torch.device, words: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """At least so many zeros, for a kernel on the current stream that leaves them zero."""
+    """A buffer of at least `words` zeros, for a kernel on the current stream that resets it to zero."""
     if device.type != "cuda":
-        return torch.zeros(words, dtype=dtype, device=device)  # tests, with torch in the kernel's place
+        return torch.zeros(words, dtype=dtype, device=device)  # tests that emulate kernels with torch
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=dtype, device=device)
     key = device.index, raw_stream(device.index), dtype

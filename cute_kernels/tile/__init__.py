@@ -1,1 +1,1 @@
-"""What the kernels of products and of attention are made of."""
+"""Building blocks shared by the GEMM and attention kernels."""

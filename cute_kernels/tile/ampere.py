@@ -1,4 +1,4 @@
-"""What kernels of mma.sync are made of: swizzled tiles in shared memory, cp.async, ldmatrix, products."""
+"""Building blocks of mma.sync kernels: swizzled tiles in shared memory, cp.async, ldmatrix, mma."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ from .ptx import round_to_tf32
 
 WARP = 32
 LEAST_CP_ASYNC = 4  # bytes
-CHUNK = VECTOR_BYTES  # what ldmatrix reads of a line, and the unit of the swizzle
+CHUNK = VECTOR_BYTES  # bytes that ldmatrix reads per line, and the unit of the swizzle
 ALIGN = 128  # bytes; all 32 banks
 
 
 def log2(x: int) -> int:
-    assert x > 0 and x & (x - 1) == 0, f"{x} is no power of two"
+    assert x > 0 and x & (x - 1) == 0, f"{x} is not a power of two"
     return x.bit_length() - 1
 
 
 def mma_op(dtype, acc_dtype=cutlass.Float32):
-    """mma.sync of 16 rows, 8 columns and 32 bytes of K, of operands and sums of the compiler's numeric types."""
-    if dtype.width == 32:  # fp32 numbers, of which tensor cores ignore the lower 13 bits
+    """mma.sync atom of 16 rows, 8 columns and 32 bytes of K for operands and accumulators of these compiler types."""
+    if dtype.width == 32:  # FP32; tensor cores ignore the lower 13 bits
         return warp.MmaTF32Op((16, 8, MMA_K_BYTES * 8 // dtype.width))
     op = warp.MmaF16BF16Op if dtype.width == 16 else warp.MmaFP8Op
     return op(dtype, acc_dtype, (16, 8, MMA_K_BYTES * 8 // dtype.width))
@@ -33,15 +33,15 @@ def mma_op(dtype, acc_dtype=cutlass.Float32):
 
 @dataclass(frozen=True)
 class OperandTile:
-    """A (rows, tile_k) tile of A or B: where its elements lie in a stage, who copies them and who reads them.
+    """A (rows, tile_k) tile of A or B: its layout in a stage, and the threads that copy and read its elements.
 
     A stage holds lines along the contiguous mode: tile_k elements of one row, or all rows of one k. The 16-byte
-    chunks of a line are permuted by an XOR with bits of the line's number, so that eight lanes hit 32 banks both
-    when they copy along a line and when ldmatrix reads one chunk from each of eight lines.
+    chunks of a line are permuted by an XOR with bits of the line index, so that eight lanes access 32 banks without
+    conflicts both when they copy along a line and when ldmatrix reads one chunk from each of eight lines.
 
     Offsets are linear over disjoint bits: offset(line + 2^i, byte) differs from offset(line, byte) by an XOR and an
-    addition that are known at compile time (`split`). So a thread needs one base, however many vectors it moves.
-    The methods take Python integers as well as Int32, and are checked on the host.
+    addition that are known at compile time (`split`). So a thread needs one base address for any number of vectors.
+    The methods accept Python integers and Int32, and are checked on the host.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class OperandTile:
     k_major: bool
     vector: int  # elements of one copy
     threads: int
-    warps: int  # how many share the rows
+    warps: int  # warps that the rows are divided among
     is_b: bool
     element: Element
 
@@ -74,12 +74,12 @@ class OperandTile:
 
     @property
     def span(self) -> int:
-        """Rows of one warp."""
+        """Rows per warp."""
         return self.rows // self.warps
 
     @property
     def chunks(self) -> int:
-        """Neighbouring chunks that the XOR permutes: a power of two that divides a line's."""
+        """Adjacent chunks that the XOR permutes: a power of two that divides the chunks of a line."""
         chunks = self.line_bytes // CHUNK
         return min(8, chunks & -chunks)
 
@@ -91,7 +91,7 @@ class OperandTile:
         return line * self.line_bytes + (byte ^ self.swizzle(line))
 
     def split(self, line: int, byte: int) -> tuple[int, int]:
-        """(x, add): offset(l + line, b + byte) == (offset(l, b) ^ x) + add where no bit is set on both sides."""
+        """(x, add): offset(l + line, b + byte) == (offset(l, b) ^ x) + add if no bit is set in both summands."""
         mask = (self.chunks - 1) * CHUNK
         return (byte & mask) ^ self.swizzle(line), line * self.line_bytes + (byte & ~mask)
 
@@ -99,7 +99,7 @@ class OperandTile:
 
     @property
     def active(self) -> int:
-        """Threads that copy: a small tile has fewer vectors than the CTA has threads."""
+        """Threads that copy; a small tile may have fewer vectors than the CTA has threads."""
         return min(self.threads, self.bytes // self.vector_bytes)
 
     @property
@@ -108,7 +108,7 @@ class OperandTile:
 
     @property
     def stride(self) -> int:
-        """Lines between two vectors of a thread, where they are 16 bytes long."""
+        """Lines between two vectors of a thread, for vectors of 16 bytes."""
         return self.position(self.active)[0]
 
     def position(self, index):
@@ -119,9 +119,9 @@ class OperandTile:
     # ------------------------------------------------------------------ reading: ldmatrix x4 = 16 rows x 32 bytes of k
 
     def lane_offset(self, lane, index_warp):
-        """Where a lane's row of its matrix of 8 rows of 16 bytes lies, for the warp's first 16 rows and first MMA step.
+        """Offset of a lane's row of an 8 x 16-byte ldmatrix matrix, for the warp's first 16 rows and first MMA step.
 
-        A fragment's four matrices run along its rows first for A, along k first for B.
+        The four matrices of a fragment are ordered along rows first for A, along k first for B.
         """
         i, r = lane >> 3, lane & 7
         row_half, k_half = (i >> 1, i & 1) if self.is_b else (i & 1, i >> 1)
@@ -138,7 +138,7 @@ class OperandTile:
 
 
 def rounded_to_tf32(rX: cute.Tensor) -> cute.Tensor:
-    """The words of a fragment of fp32 numbers, rounded to TF32."""
+    """Round an FP32 fragment to TF32; returns its words."""
     words = cute.make_rmem_tensor(rX.shape, Int32)
     for v in range(cute.size(rX)):
         words[v] = round_to_tf32(rX[v])
@@ -146,9 +146,9 @@ def rounded_to_tf32(rX: cute.Tensor) -> cute.Tensor:
 
 
 class TileSteps:
-    """What every mainloop of mma.sync does with OperandTiles: copy a vector, read fragments, multiply them.
+    """Steps of mma.sync mainloops on OperandTiles: copy a vector, load fragments, multiply them.
 
-    Addresses are integers: bytes, shared ones 32 bits wide.
+    Addresses are integers in bytes; shared-memory addresses have 32 bits.
     """
 
     def __init__(self, dtype):
@@ -156,13 +156,13 @@ class TileSteps:
 
     @cute.jit
     def copy_vector(self, op: cutlass.Constexpr, source: Int64, to: Int32, valid: cutlass.Boolean):
-        """One vector, or zeros where it is not valid."""
+        """Copy one vector, or zeros if it is not valid."""
         size = const_expr(op.vector_bytes)
         layout = cute.make_layout(((op.vector, 1), 1))  # ((vector, rest), copies)
         gX = cute.make_tensor(make_ptr(self.dtype, source, AddressSpace.gmem, assumed_align=size), layout)
         sX = cute.make_tensor(make_ptr(self.dtype, to, AddressSpace.smem, assumed_align=size), layout)
         if const_expr(size >= LEAST_CP_ASYNC):
-            # With a predicate that is false, cp.async reads nothing and writes zeros.
+            # With a false predicate, cp.async reads nothing and writes zeros.
             mode = const_expr(LoadCacheMode.GLOBAL if size == CHUNK else LoadCacheMode.ALWAYS)
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), self.dtype, num_bits_per_copy=8 * size)
             pred = cute.make_rmem_tensor((1, 1), cutlass.Boolean)  # (rest, copies)
@@ -184,11 +184,12 @@ class TileSteps:
         rX: cute.Tensor,
         first: cutlass.Constexpr = 0,
     ):
-        """ldmatrix one operand's fragments of MMA step k, 16 rows an instruction, from the first-th 16 rows on.
+        """Load one operand's fragments of MMA step k by ldmatrix, 16 rows per instruction, starting at 16-row group
+        `first`.
 
-        rX: (16 bytes, MMA_M) for A, (8 bytes, MMA_N) for B, of as many rows as are wanted.
+        rX: (16 bytes, MMA_M) for A, (8 bytes, MMA_N) for B; its size determines the number of rows.
         """
-        # Lines along k need no transposing: the tensor core takes neighbours along k in one register.
+        # Lines along k need no transpose: a register of the tensor core holds adjacent elements along k.
         vector = const_expr(op.element.vector)
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not op.k_major, 4), self.dtype)
         count = const_expr(cute.size(rX) // vector)
@@ -200,7 +201,7 @@ class TileSteps:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
-        """One MMA step, with sums of acc's type. Of fp32 numbers tensor cores take the bits, and cut 13 of them off."""
+        """One MMA step, accumulated in acc's type. For FP32 operands tensor cores truncate the lower 13 bits."""
         atom = cute.make_mma_atom(mma_op(self.dtype, acc.element_type))
         if const_expr(self.dtype.width == 32):
             rA, rB = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)

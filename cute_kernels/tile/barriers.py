@@ -1,30 +1,31 @@
-"""Barriers, checked on the host: a wrong count is a hang, and nothing else tells.
+"""Allocation of barriers, checked on the host, since a wrong count only shows as a hang.
 
-Named barriers: which kernel uses which of the sixteen that a CTA has. Number 0 is __syncthreads.
+Named barriers: the uses of a CTA's sixteen barriers per kernel. Barrier 0 is __syncthreads.
 
-    kernel          barriers   threads                        for
+    kernel          barriers   threads                        signals
     product         1, 2       a consumer warpgroup           its store buffers are written, or free again
-    product         8, 9       both consumer warpgroups       the order in which ping-pong consumer groups multiply
-    product         10 to 13   both consumer warpgroups       one's half of a gated tile is written, or its place free
-    forward         1, 2, 3    two consumer warpgroups        the order in which they issue products
-    forward         4          both consumer warpgroups       one's part of the scores is written, or read by the other
+    product         8, 9       both consumer warpgroups       the order of ping-pong consumer groups' mainloops
+    product         10 to 13   both consumer warpgroups       half of a gated tile is written, or its buffer free
+    forward         1, 2, 3    two consumer warpgroups        the order in which they issue WGMMAs
+    forward         4          both consumer warpgroups       a part of S is written, or read by the other warpgroup
     forward         8, 9, 10   a consumer warpgroup           rows past the end of V are zeros
     decode          1          the consumer warpgroup         Q is loaded, or rows past the end of V are zeros
     backward        1          all consumer warpgroups        dS is in shared memory, or rows past the end are zeros
-    backward        2 to 5     a consumer warpgroup and a     its part of dQ is in shared memory
-    backward        6 to 9     warp that stores               its place there is free again
-    the same with   2, 3       a consumer warpgroup           its part of dQ is written, or its place free again
+    backward        2 to 5     a consumer warpgroup and the   its part of dQ is in shared memory
+    backward        6 to 9     warp that stores               its buffer there is free again
+    backward with   2, 3       a consumer warpgroup           its part of dQ is written, or its buffer free again
     one dS          10, 11     both consumer warpgroups       one has read the other's dS
     shared columns  4, 5       both consumer warpgroups       one has read the other's P and dS
 
-The small-block kernel's store is a product's; it has three consumers, and so barriers 1 to 3.
+"product" is the GEMM kernel. The small-block kernel has the same store and three consumers, so it uses 1 to 3.
 
-Mbarriers: a kernel says in `arrivals` who arrives at those of each of its pipelines, and makes them from that.
+Mbarriers: a kernel declares in `arrivals` which warps arrive at those of each of its pipelines, and creates them from
+it.
 """
 
 from dataclasses import dataclass
 
-PRODUCT_STORE, PRODUCT_ORDER, PRODUCT_GATE = 1, 8, 10  # the first ones
+PRODUCT_STORE, PRODUCT_ORDER, PRODUCT_GATE = 1, 8, 10  # the first barrier of each use
 FORWARD_ORDER, FORWARD_SCORES, FORWARD_OOB = 1, 4, 8
 DECODE_CONSUMERS = 1
 BACKWARD_ALL, BACKWARD_FULL, BACKWARD_FREE, BACKWARD_DS = 1, 2, 6, 10
@@ -32,11 +33,11 @@ BACKWARD_DQ, BACKWARD_READ = 2, 4  # with shared columns
 
 MOST = 16
 WARP, WARPGROUP = 32, 128
-# Of a CTA, also idle ones; all others are consumers.
+# Warps per CTA that are not consumers, including idle ones.
 PRODUCER_WARPS = {
     "product": 4, "forward": 4, "decode": 1, "backward": 4, "backward of one": 4, "backward, shared columns": 4,
 }  # fmt: skip
-USES = {  # kernel -> (first barrier, how many at most, threads that meet at each) of each use
+USES = {  # kernel -> (first barrier, maximal count, threads per barrier) of each use
     "product": (
         (PRODUCT_STORE, 3, WARPGROUP),
         (PRODUCT_ORDER, 2, 2 * WARPGROUP),
@@ -64,9 +65,9 @@ USES = {  # kernel -> (first barrier, how many at most, threads that meet at eac
 
 
 def check(kernel: str, cta_threads: int, counts: dict[int, int]) -> None:
-    """ValueError unless a CTA of so many threads can meet at these barriers of a kernel: first number -> how many.
+    """Raise ValueError unless a CTA of cta_threads threads can use these barriers of a kernel (first number -> count).
 
-    A kernel's host side asks this before it compiles.
+    A kernel's host code calls this before it compiles.
     """
     if unknown := counts.keys() - {first for first, *_ in USES[kernel]}:
         raise ValueError(f"{kernel}: barriers from {min(unknown)} on are not in the table")
@@ -74,11 +75,11 @@ def check(kernel: str, cta_threads: int, counts: dict[int, int]) -> None:
     for first, most, threads in USES[kernel]:
         count = counts.get(first, 0)
         if count > most:
-            raise ValueError(f"{kernel}: {count} barriers from {first} on, of {most} in the table")
+            raise ValueError(f"{kernel}: {count} barriers from {first} on; the table has {most}")
         if count and (threads % WARP or not 0 < threads <= cta_threads):
             raise ValueError(
-                f"{kernel}: {threads} threads meet at barrier {first}; it takes whole warps, of a CTA's {cta_threads} "
-                "threads"
+                f"{kernel}: {threads} threads arrive at barrier {first}; it must be whole warps, at most the CTA's "
+                f"{cta_threads} threads"
             )
         numbers += range(first, first + count)
     if len(set(numbers)) < len(numbers) or max(numbers) >= MOST:
@@ -87,17 +88,17 @@ def check(kernel: str, cta_threads: int, counts: dict[int, int]) -> None:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Who arrives at the two mbarriers of a stage: producers at `full`, besides the bytes of TMA, consumers at `empty`.
+    """Arrival counts of a stage's two mbarriers: producers at `full`, in addition to TMA's bytes, consumers at `empty`.
 
-    With several consumer groups each stage is read by one of them.
+    With several consumer groups, each stage is read by one of them.
     """
 
     producers: int  # warps
-    consumers: int  # warps of a CTA that read a stage; 0 where `others` alone do
-    threads: int = 1  # of a warp, that arrive
-    groups: int = 1  # of consumers
-    sharers: int = 1  # CTAs whose consumers give the stage back
-    others: int = 0  # warps of the producers' warpgroup that read a stage, too
+    consumers: int  # warps of a CTA that read a stage; 0 if only `others` do
+    threads: int = 1  # threads per warp that arrive
+    groups: int = 1  # consumer groups
+    sharers: int = 1  # CTAs whose consumers release the stage
+    others: int = 0  # warps of the producers' warpgroup that also read a stage
 
     @property
     def full(self) -> int:
@@ -106,15 +107,15 @@ class Arrivals:
 
     @property
     def empty(self) -> int:
-        """Arrivals that give a stage back."""
+        """Arrivals that release a stage."""
         return (self.consumers + self.others) * self.threads * self.sharers
 
 
 def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[str, Arrivals]) -> None:
-    """ValueError unless the warps of a CTA of so many threads, in a cluster of so many CTAs, make these arrivals.
+    """Raise ValueError unless the warps of a CTA with cta_threads threads, in a cluster, make these arrivals.
 
-    Every consumer warp reads every stage of its group, unless none does: with fewer arrivals a stage would be loaded
-    while some still read it, with more it would never be free.
+    Either each consumer warp reads every stage of its group, or none does. With fewer arrivals a stage would be
+    overwritten while warps still read it; with more it would never be released.
     """
     producers = PRODUCER_WARPS[kernel]
     consumers = cta_threads // WARP - producers
@@ -122,14 +123,17 @@ def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[s
         where = f"{kernel}: pipeline {name}"
         if not (each.others and each.consumers == 0) and each.consumers * each.groups != consumers:
             raise ValueError(
-                f"{where}: {each.consumers} warps give a stage back, in {each.groups} groups of consumers; the "
-                f"CTA has {consumers} consumer warps"
+                f"{where}: {each.consumers} warps release a stage, in {each.groups} consumer groups; the CTA has "
+                f"{consumers} consumer warps"
             )
         if not 0 < each.producers <= producers:
-            raise ValueError(f"{where}: {each.producers} warps fill a stage, of {producers} producer warps")
+            raise ValueError(f"{where}: {each.producers} warps fill a stage; the CTA has {producers} producer warps")
         if not 0 <= each.others <= producers - each.producers:
-            raise ValueError(f"{where}: {each.others} other warps read a stage, beside {each.producers} of {producers}")
+            raise ValueError(
+                f"{where}: {each.others} other warps read a stage; {producers - each.producers} of {producers} "
+                "producer warps do not fill it"
+            )
         if each.threads not in (1, WARP):
-            raise ValueError(f"{where}: {each.threads} threads of a warp arrive; one does, or all {WARP}")
+            raise ValueError(f"{where}: {each.threads} threads of a warp arrive; it must be 1 or {WARP}")
         if not 0 < each.sharers <= cluster:
-            raise ValueError(f"{where}: {each.sharers} CTAs give a stage back, of a cluster of {cluster}")
+            raise ValueError(f"{where}: {each.sharers} CTAs release a stage; the cluster has {cluster}")

@@ -1,21 +1,22 @@
-"""Kernels launched one after the other, of which the next may begin before the one before has ended.
+"""Programmatic dependent launch (sm_90): a secondary kernel may start before its primary has finished.
 
-A kernel that `leads` lets the next one of its stream be launched as soon as all of its own CTAs run. A kernel that
-`follows` is launched with the attribute that makes use of it (CUDA's programmatic dependent launch, sm_90): it reads
-weights beforehand, and waits until the kernel before has ended, and all of its writes are seen, before it touches
-anything else. So two rules hold for who sets these:
+A primary kernel (`leads`) allows the next kernel of its stream to launch as soon as all of its own CTAs run. A
+secondary kernel (`follows`) is launched with the attribute for it. It may read weights at once, and waits until the
+primary has finished and its writes are visible before it accesses other memory. Callers that set these flags must
+follow two rules:
 
-- The first kernel of a chain does not follow. Whatever wrote the weights has ended before it begins.
-- Nothing that writes weights is launched between two kernels of a chain.
+- The first kernel of a chain is not a secondary kernel, so that earlier writes to the weights have finished.
+- No kernel that writes weights is launched between two kernels of a chain.
 
-What is launched after a chain without the attribute waits for its last kernel, which has waited for all others.
+A kernel that is launched after a chain without the attribute waits for the chain's last kernel, which has waited for
+all others.
 """
 
 import cutlass.cute as cute
 
 
 def chained(facts) -> None:
-    """The beginning of a kernel that has nothing to read before it waits. facts: with `leads` and `follows`."""
+    """Prologue of a kernel that reads no memory before it waits. facts: parameters with `leads` and `follows`."""
     if facts.leads:
         cute.arch.griddepcontrol_launch_dependents()
     if facts.follows:

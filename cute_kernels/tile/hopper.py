@@ -1,4 +1,4 @@
-"""What kernels of WGMMA are made of: swizzled rings in shared memory, TMA, products."""
+"""Building blocks of WGMMA kernels: swizzled rings in shared memory, TMA, WGMMA."""
 
 from collections.abc import Callable
 
@@ -15,13 +15,13 @@ from cutlass.cutlass_dsl import select_
 from .element import MMA_K_BYTES, SWIZZLES
 
 WARPGROUP = 128
-ALIGN = 1024  # bytes; what a 128-byte swizzle atom needs
+ALIGN = 1024  # bytes; required by a 128-byte swizzle atom
 
 
 def smem_layout(dtype, rows: int, cols: int, stages: int, row_major: bool, boxes: int = 1):
-    """A swizzled ring (rows, cols, PIPE); the contiguous mode gets the widest swizzle it fills.
+    """Layout of a swizzled ring (rows, cols, PIPE) with the widest swizzle that the contiguous mode fills.
 
-    With `boxes` each of so many parts of the rows, loaded one by one, lies in one piece.
+    boxes: number of parts of the rows that are loaded separately; each is contiguous in shared memory.
     """
     kinds = warpgroup.SmemLayoutAtomKind
     width = (cols if row_major else rows // boxes) * dtype.width // 8
@@ -31,9 +31,9 @@ def smem_layout(dtype, rows: int, cols: int, stages: int, row_major: bool, boxes
 
 
 class MmaTF32Op(MmaOp):
-    """WGMMA of 64 rows and 8 of K, of fp32 numbers whose lower 13 bits tensor cores ignore, with fp32 sums.
+    """TF32 WGMMA of 64 rows and K = 8: FP32 operands, whose lower 13 bits are ignored, and FP32 accumulators.
 
-    Both operands are contiguous along K. CuTe DSL has the type of such an atom, but no operation that makes it.
+    Both operands are contiguous along K. CuTe DSL has the type of such an atom, but no operation that creates it.
     """
 
     descriptive_name = "warpgroup TF32 MMA Operation"
@@ -57,7 +57,7 @@ class MmaTF32Op(MmaOp):
 
 
 class RingState:
-    """Where a user of one of several rings is, whose stages are numbered one ring after the other: the part of
+    """Pipeline state in one of several rings, whose stages are numbered consecutively: the part of
     cutlass.pipeline.PipelineState that pipelines and mainloops use."""
 
     def __init__(self, stages: int, first: Int32, index: Int32, phase: Int32):
@@ -65,14 +65,14 @@ class RingState:
 
     @classmethod
     def begin(cls, stages: int, first: Int32, produces: bool):
-        """At the stage `first` of a ring of so many; to a producer all are free."""
+        """State at the first stage of a ring; for a producer all stages are free."""
         return cls(stages, Int32(first), Int32(first), Int32(1 if produces else 0))
 
     def clone(self):
         return RingState(self.stages, self.first, self.index, self.phase)
 
     def advance(self, *, loc=None, ip=None) -> None:
-        """To the next stage."""
+        """Advance to the next stage."""
         following = self.index + 1
         wraps = following == self.first + self.stages
         self.index = select_(wraps, self.first, following)
@@ -88,13 +88,13 @@ class RingState:
 def start_product(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, fragments: Callable, steps: int, clear: bool = False, add=None
 ) -> None:
-    """Start acc += A B, or acc = A B with `clear`, as one group of WGMMAs; warpgroup.wait_group tells when it is done.
+    """Start acc += A B, or acc = A B with `clear`, as one group of WGMMAs; warpgroup.wait_group waits for it.
 
-    fragments: MMA step k -> (A, B), of shapes (MMA, MMA_M) and (MMA, MMA_N), both or B alone in shared memory.
-    add: in the place of `clear` its opposite, which may be a Boolean of the kernel.
+    fragments: MMA step k -> (A, B), with shapes (MMA, MMA_M) and (MMA, MMA_N), both or B alone in shared memory.
+    add: replaces `clear` by its opposite, which may be a Boolean of the kernel.
     """
     warpgroup.fence()
-    # A fresh atom: whether it accumulates is a field of it, and one of the tiled_mma must not change inside of a loop.
+    # A new atom: ACCUMULATE is a field of the atom, and that of tiled_mma must not change inside a loop.
     step = cute.make_mma_atom(tiled_mma.op)
     for k in range(steps):
         step.set(warpgroup.Field.ACCUMULATE, k > 0 or (not clear if add is None else add))

@@ -1,4 +1,4 @@
-"""Inline PTX, all that there is: what CuTe has no call for, and what the compiler must not move or keep."""
+"""All inline PTX: instructions without a CuTe function, and values that the compiler must not move or keep."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -9,7 +9,7 @@ from .element import BITS_16, VECTOR_BYTES, element_of
 
 
 def _asm(result, operands: list, text: str, constraints: str, *, side_effects: bool, loc, ip):
-    """The value of type `result`, or of None, of inline PTX with operands that are IR values."""
+    """Emit inline PTX with IR values as operands; returns a value of type `result`, or None."""
     return llvm.inline_asm(
         result, operands, text, constraints,
         has_side_effects=side_effects, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
@@ -17,7 +17,7 @@ def _asm(result, operands: list, text: str, constraints: str, *, side_effects: b
 
 
 def inline(result, operands: list, text: str, constraints: str, *, side_effects: bool = False, loc=None, ip=None):
-    """Inline PTX for other modules of this package; see _asm."""
+    """Emit inline PTX from other modules of this package; see _asm."""
     return _asm(result, operands, text, constraints, side_effects=side_effects, loc=loc, ip=ip)
 
 
@@ -30,30 +30,30 @@ setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 q, $1, 0f00000000, p; @q st.shared
 
 @dsl_user_op
 def compute_before_waits(a: Float32, b: Float32, address: Int32, *, loc=None, ip=None) -> None:
-    """`a` and `b`, two sums of exponentials, are computed before any wait for WGMMAs that follows.
+    """Force `a` and `b`, two sums of exponentials, to be computed before any subsequent wait for WGMMAs.
 
-    ptxas moves such a wait up over arithmetic, but not over a store to shared memory. This is a store that needs the
-    sums and never happens, since no sum is negative.
+    ptxas moves such a wait up over arithmetic, but not over a store to shared memory. This is a store that depends on
+    the sums and is never executed, since no sum is negative.
     """
     operands = [x.ir_value(loc=loc, ip=ip) for x in (a, b, address)]
     _asm(None, operands, STORE_IF_NEGATIVE, "f,f,r", side_effects=True, loc=loc, ip=ip)
 
 
-# No arithmetic results in a NaN of this pattern, and so no bitwise and of results, which ptxas does not know.
+# No arithmetic results in a NaN of this pattern, nor does a bitwise and of results. ptxas does not know this.
 STORE_IF_ONES = "{ .reg .pred p; setp.eq.s32 p, $0, -1; @p st.shared.b32 [$1], $0; }"
 
 
 @dsl_user_op
 def store_if_ones(bits: Int32, address: Int32, *, loc=None, ip=None) -> None:
-    """The same for results of any sign: `bits` is the bitwise and of their bits."""
+    """`compute_before_waits` for results of any sign; `bits` is the bitwise and of their bits."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (bits, address)]
     _asm(None, operands, STORE_IF_ONES, "r,r", side_effects=True, loc=loc, ip=ip)
 
 
 def compute_all_before_waits(values: cute.Tensor, address: Int32) -> None:
-    """All of a fragment of fp32 results are computed before any wait for WGMMAs that follows.
+    """Force an FP32 fragment to be computed before any subsequent wait for WGMMAs, at half an instruction per element.
 
-    Half an instruction for each. See compute_before_waits.
+    See compute_before_waits.
     """
     words = cute.recast_tensor(values, Int32)
     bits = words[0]
@@ -64,19 +64,19 @@ def compute_all_before_waits(values: cute.Tensor, address: Int32) -> None:
 
 @dsl_user_op
 def read_special_register(register: str, *, loc=None, ip=None) -> Int32:
-    """A special register of PTX, such as "tid.x", read at this place, so that no register holds it from before."""
+    """Read a PTX special register such as "tid.x" here, so that no register holds it before."""
     return Int32(_asm(T.i32(), [], f"mov.u32 $0, %{register};", "=r", side_effects=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def zero_here(*, loc=None, ip=None) -> Float32:
-    """0.0, written to a register at this place: not after the wgmma.fence that follows."""
+    """0.0, written to a register here, not after the subsequent wgmma.fence."""
     return Float32(_asm(T.f32(), [], "mov.b32 $0, 0;", "=f", side_effects=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def here(x: Int32, *, loc=None, ip=None) -> Int32:
-    """x, computed before this place: not after the wgmma.fence that follows, where LLVM may put it."""
+    """x, computed before this point; LLVM might otherwise compute it after the subsequent wgmma.fence."""
     value = Int32(x).ir_value(loc=loc, ip=ip)
     return Int32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,r", side_effects=True, loc=loc, ip=ip))
 
@@ -87,14 +87,14 @@ SELECT = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.f32 $0, 0f00000000
 
 @dsl_user_op
 def value_after(value: Float32, other: Float32, *, loc=None, ip=None) -> Float32:
-    """`value`, which the compiler cannot use before `other` has been computed."""
+    """`value`, with a dependency on `other`: the compiler cannot use it before `other` has been computed."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (value, other)]
     return Float32(_asm(T.f32(), operands, SELECT, "=f,f,f", side_effects=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def integer_to_float(x: Int32, *, loc=None, ip=None) -> Float32:
-    """`x` as fp32, rounded. LLVM makes float(x) + constant a conversion of x + constant; of this it cannot."""
+    """`x` converted to FP32. Unlike float(x) + constant, LLVM cannot rewrite this to a conversion of x + constant."""
     value = Int32(x).ir_value(loc=loc, ip=ip)
     return Float32(_asm(T.f32(), [value], "cvt.rn.f32.s32 $0, $1;", "=f,r", side_effects=False, loc=loc, ip=ip))
 
@@ -104,22 +104,22 @@ SELECT_INTEGER = "{ .reg .pred p; setp.eq.b32 p, $2, 0x7fffdead; selp.b32 $0, 0,
 
 @dsl_user_op
 def integer_after(value: Int32, other: Float32, *, loc=None, ip=None) -> Int32:
-    """The same of an integer: no load whose address it is part of begins before."""
+    """`value_after` for an integer, e.g. an address, so that a load cannot start before."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (value, other)]
     return Int32(_asm(T.i32(), operands, SELECT_INTEGER, "=r,r,f", side_effects=False, loc=loc, ip=ip))
 
 
 def opaque(value: Int32 | Int64) -> Int32 | Int64:
-    """The value, of which the compiler does not know how it was made: it cannot make it anew somewhere else."""
+    """The value, opaque to the compiler, which cannot rematerialize it elsewhere."""
     kind = type(value)
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
 
 
 def zero_of(count: Int32) -> Int32:
-    """0, made of a number that is never negative, which the compiler does not know.
+    """0, computed from a nonnegative number in a way that is opaque to the compiler.
 
-    Addresses that it is added to in a loop, of the loop's counter, are not computed before the loop, and so need no
-    registers all through it.
+    Added to the addresses in a loop, it keeps the compiler from computing them before the loop, where they would occupy
+    registers throughout.
     """
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[count])
 
@@ -132,7 +132,7 @@ VECTOR_HALVES = BITS_16.vector
 
 @dsl_user_op
 def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
-    """The fp32 value at a shared-memory address, by a load that the compiler may not move across a barrier."""
+    """Load an FP32 value from shared memory; the compiler may not move the load across a barrier."""
     address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
     text = "ld.volatile.shared.f32 $0, [$1];"
     return Float32(_asm(T.f32(), [address], text, "=f,r", side_effects=True, loc=loc, ip=ip))
@@ -140,10 +140,10 @@ def load_volatile(pointer: cute.Pointer, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def in_both_banks(value: Float32, one: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
-    """The value twice, in an even and in an odd register, as a 64-bit result has them. `one` is 1, which the compiler
-    must not know.
+    """The value twice, in an even and in an odd register, the two halves of a 64-bit result. `one` is 1, opaque to the
+    compiler.
 
-    Registers lie in two banks. An instruction with three operands of one bank takes a clock more.
+    Registers have two banks. An instruction with three operands from one bank takes an additional clock.
     """
     text = (
         "{.reg .b64 t; .reg .b32 u, z; mov.b32 u, $2; mov.b32 z, 0; mov.b64 t, {z, u}; "
@@ -157,16 +157,16 @@ def in_both_banks(value: Float32, one: Int32, *, loc=None, ip=None) -> tuple[Flo
 
 @dsl_user_op
 def load_shared_word(address: Int32, *, loc=None, ip=None) -> Int32:
-    """The same of 32 bits at an address."""
+    """Load 32 bits from a shared-memory address, like load_volatile."""
     operands, text = [Int32(address).ir_value(loc=loc, ip=ip)], "ld.volatile.shared.b32 $0, [$1];"
     return Int32(_asm(T.i32(), operands, text, "=r,r", side_effects=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
 def bulk_load(to: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, ip=None) -> None:
-    """Copy `size` bytes from global to this CTA's shared memory, both at multiples of 16 bytes, as a bulk operation.
+    """Bulk copy of `size` bytes from global to this CTA's shared memory, both at multiples of 16 bytes.
 
-    One thread calls it; the mbarrier at the address `barrier` counts the bytes.
+    Called by one thread; the bytes are counted by the mbarrier at the address `barrier`.
     """
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(to), Int64(source), Int32(barrier))]
     text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
@@ -174,10 +174,10 @@ def bulk_load(to: Int32, source: Int64, size: int, barrier: Int32, *, loc=None, 
 
 
 def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS, fresh: bool = False) -> tuple:
-    """16 bytes of global memory as four registers, or fewer; zeros where not `valid` (None: always valid).
+    """Load up to 16 bytes of global memory into up to four registers; zeros if not `valid` (None: always valid).
 
-    stream: keep them out of L1. fresh: another kernel may have written them since this one began, so they are not
-    read as constants are.
+    stream: bypass L1. fresh: another kernel may have written the data since this one started, so the load must not be
+    .nc.
     """
     registers = ", ".join(f"{{$w{i}}}" for i in range(words))
     registers, kind = (f"{{ {registers} }}", f".v{words}.b32") if words > 1 else (registers, ".b32")
@@ -192,12 +192,12 @@ def load_vector(at: Int64, valid, stream: bool, words: int = VECTOR_WORDS, fresh
 
 
 def as_tuple(values) -> tuple:
-    """The values of inline PTX, which alone are no tuple."""
+    """The results of inline PTX as a tuple; a single result is not one."""
     return values if isinstance(values, tuple | list) else (values,)
 
 
 def load_elements(at: Int64, step: Int64, valid) -> tuple:
-    """Eight elements of 16 bits, `step` bytes apart in global memory, as four registers; zeros as of load_vector."""
+    """Load eight 16-bit elements, `step` bytes apart in global memory, into four registers; zeros as in load_vector."""
     lines = [f".reg .b16 h<{VECTOR_HALVES}>;", ".reg .b64 a;", "mov.b64 a, {$r0};"]
     guard = ""
     if valid is not None:
@@ -211,14 +211,14 @@ def load_elements(at: Int64, step: Int64, valid) -> tuple:
     return cute.arch.inline_ptx(text, write_only_types=[Int32] * VECTOR_WORDS, read_only_args=args)
 
 
-# -- 8-bit floats ---------------------------------------------------------------------------------------------
+# -- FP8 ------------------------------------------------------------------------------------------------------
 
-# An e5m2 number is the upper byte of an fp16 one.
+# E5M2 is the upper byte of FP16.
 E5M2_TO_FP16 = "prmt.b32 {$w0}, {$r0}, 0, 0x1404; prmt.b32 {$w1}, {$r0}, 0, 0x3424;"
 E4M3_TO_FP16 = """{ .reg .b16 low, high; mov.b32 { low, high }, {$r0};
 cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"""
-# Exponent and mantissa at their places in an fp16 number, which is 2^-8 times theirs, as exponents' biases differ by 8.
-# Bit 7 of z says that an element is NaN (0x7f), and becomes the highest bit of the exponent. Elements 0 and 2, 1 and 3.
+# Move exponent and mantissa to their FP16 positions; the result is 2^-8 times the value, since the biases differ by 8.
+# Bit 7 of z is set if an element is NaN (0x7f), and becomes the exponent's highest bit. Elements 0 and 2, 1 and 3.
 E4M3_TO_FP16_BY_BITS = """{ .reg .b32 m, z, a, b;
 and.b32 m, {$r0}, 0x7f7f7f7f; add.u32 z, m, 0x01010101; and.b32 z, z, 0x80808080; or.b32 z, z, m;
 shl.b32 a, {$r0}, 8; and.b32 a, a, 0x80008000; shl.b32 b, z, 7; and.b32 b, b, 0x7f807f80; or.b32 {$w0}, a, b;
@@ -230,32 +230,31 @@ cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"""
 
 
 def float8_to_fp16(word: Int32, dtype: str, by_bits: bool) -> tuple:
-    """The four 8-bit floats of a register as two registers of two fp16 numbers; which with which depends on the dtype.
+    """Convert a register of four FP8 values to two registers of two FP16 values; the pairing depends on the dtype.
 
-    by_bits: of e4m3 numbers, without the instruction that sm_89 and newer have; the results are BY_BITS_SCALE times as
-    large.
+    by_bits: convert E4M3 without the instruction of sm_89 and newer; results are scaled by BY_BITS_SCALE.
     """
     text = E5M2_TO_FP16 if dtype == "float8_e5m2" else E4M3_TO_FP16_BY_BITS if by_bits else E4M3_TO_FP16
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
 
 
 def float8_to_fp16_across(word: Int32, dtype: str, by_bits: bool) -> tuple:
-    """The same, the first with the third, and the second with the fourth, of all dtypes."""
+    """`float8_to_fp16` that pairs the first with the third and the second with the fourth value for all dtypes."""
     text = E5M2_ACROSS if dtype == "float8_e5m2" else E4M3_TO_FP16_BY_BITS if by_bits else E4M3_ACROSS
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word])
 
 
-# Of a cvt's two results the first operand's is the upper one.
+# cvt puts the first operand into the upper half.
 TO_E4M3 = """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
 cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }"""
 
 
 def to_e4m3(values: list) -> Int32:
-    """Four fp32 values as e4m3 numbers, the first in the lowest byte; those above 448 become 448, NaN stays NaN."""
+    """Convert four FP32 values to E4M3, the first in the lowest byte; saturates at 448, NaN stays NaN."""
     return cute.arch.inline_ptx(TO_E4M3, write_only_types=[Int32], read_only_args=values)
 
 
-# The bytes of two rows by turns, then those of two such pairs.
+# Interleave the bytes of two rows, then those of two such pairs.
 TRANSPOSE_BYTES = """{ .reg .b32 a, b, c, d;
 prmt.b32 a, {$r0}, {$r1}, 0x5140; prmt.b32 b, {$r0}, {$r1}, 0x7362;
 prmt.b32 c, {$r2}, {$r3}, 0x5140; prmt.b32 d, {$r2}, {$r3}, 0x7362;
@@ -264,7 +263,7 @@ prmt.b32 {$w2}, b, d, 0x5410; prmt.b32 {$w3}, b, d, 0x7632; }"""
 
 
 def transpose_bytes(rows: list) -> tuple:
-    """The columns of a 4 x 4 matrix of bytes, of which four registers are the rows."""
+    """Transpose a 4 x 4 matrix of bytes; the registers are its rows."""
     return cute.arch.inline_ptx(TRANSPOSE_BYTES, write_only_types=[Int32] * 4, read_only_args=rows)
 
 
@@ -273,7 +272,7 @@ def transpose_bytes(rows: list) -> tuple:
 
 @dsl_user_op
 def round_to_tf32(x: Float32, *, loc=None, ip=None) -> Int32:
-    """The bits of the nearest number with 10 bits of mantissa, of two the larger magnitude."""
+    """Round to TF32 (10 bits of mantissa), to nearest with ties away from zero; returns the bits."""
     value = Float32(x).ir_value(loc=loc, ip=ip)
     return Int32(_asm(T.i32(), [value], "cvt.rna.tf32.f32 $0, $1;", "=r,f", side_effects=False, loc=loc, ip=ip))
 
@@ -283,10 +282,10 @@ def round_to_tf32(x: Float32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
-    """Add `size` bytes of fp32 in shared memory to global memory, both at multiples of 16 bytes, as a bulk operation.
+    """Bulk reduction: add `size` bytes of FP32 in shared memory to global memory, both at multiples of 16 bytes.
 
-    One thread calls it, after fence_proxy("async.shared"); cp_async_bulk_commit_group and wait_group tell when the
-    source has been read.
+    Called by one thread, after fence_proxy("async.shared"). The source may be overwritten after
+    cp_async_bulk_commit_group and wait_group.
     """
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Int32(source))]
     text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};"
@@ -295,9 +294,9 @@ def bulk_add(to: Int64, source: Int32, size: int, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def add_vector_to_memory(to: Int64, values: cute.Tensor, offset: int, *, loc=None, ip=None) -> None:
-    """Add four values to the fp32 numbers from `offset` bytes after a multiple of 16 bytes on, on sm_90.
+    """Add four values atomically to FP32 values, `offset` bytes after a multiple of 16 bytes in global memory (sm_90).
 
-    Each addition is atomic. A warp's, of neighbouring addresses, are one request of 512 bytes.
+    The additions of a warp at adjacent addresses are one request of 512 bytes.
     """
     operands = [Int64(to).ir_value(loc=loc, ip=ip), *(Float32(values[i]).ir_value(loc=loc, ip=ip) for i in range(4))]
     text = f"red.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
@@ -306,7 +305,7 @@ def add_vector_to_memory(to: Int64, values: cute.Tensor, offset: int, *, loc=Non
 
 @dsl_user_op
 def add_to_memory(to: Int64, value: Float32, offset: int, *, loc=None, ip=None) -> None:
-    """Add a value to the fp32 number `offset` bytes from an address in global memory, as one atomic operation."""
+    """Add a value atomically to the FP32 value `offset` bytes from an address in global memory."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
     _asm(None, operands, f"red.global.add.f32 [$0+{offset}], $1;", "l,f", side_effects=True, loc=loc, ip=ip)
 
@@ -316,14 +315,14 @@ ADD_UNLESS_ZERO = "{ .reg .pred p; setp.neu.f32 p, $1, 0f00000000; @p red.global
 
 @dsl_user_op
 def add_unless_zero(to: Int64, value: Float32, *, loc=None, ip=None) -> None:
-    """Add a value that is not 0 to the fp32 number at an address in global memory, as one atomic operation."""
+    """Add a value atomically to the FP32 value at an address in global memory, unless it is 0."""
     operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(to), Float32(value))]
     _asm(None, operands, ADD_UNLESS_ZERO, "l,f", side_effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
-    """A 32-bit number in global memory; what other CTAs wrote before they released it can be read afterwards."""
+    """Load 32 bits from global memory with acquire semantics."""
     operand = Int64(at).ir_value(loc=loc, ip=ip)
     text = "ld.acquire.gpu.global.b32 $0, [$1];"
     return Int32(_asm(T.i32(), [operand], text, "=r,l", side_effects=True, loc=loc, ip=ip))
@@ -331,21 +330,21 @@ def load_acquire(at: Int64, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def release_add(at: Int64, value: int, bulk: bool, *, loc=None, ip=None) -> None:
-    """Add to a number in global memory, after all that this thread wrote.
+    """Add to a 32-bit value in global memory with release semantics.
 
-    bulk: also by bulk operations that it waited for; needs sm_90.
+    bulk: also releases bulk operations that this thread has waited for; requires sm_90.
     """
     operand = Int64(at).ir_value(loc=loc, ip=ip)
     text = f"{'fence.proxy.async; ' if bulk else ''}red.release.gpu.global.add.s32 [$0], {value};"
     _asm(None, [operand], text, "l", side_effects=True, loc=loc, ip=ip)
 
 
-# -- products -------------------------------------------------------------------------------------------------
+# -- MMA ------------------------------------------------------------------------------------------------------
 
 
 @dsl_user_op
 def _kept_in_place(values: list, *, loc=None, ip=None) -> list:
-    """The values, which no arithmetic with them is moved before."""
+    """The values; arithmetic with them cannot be moved before this point."""
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
     result = llvm.StructType.get_literal([T.f32()] * len(operands))
     constraints = ",".join(["=f"] * len(operands) + [str(i) for i in range(len(operands))])
@@ -354,10 +353,10 @@ def _kept_in_place(values: list, *, loc=None, ip=None) -> list:
 
 
 def read_after_wait(acc: cute.Tensor) -> None:
-    """Accumulators are read after the wait for their WGMMAs that comes before this.
+    """Order reads of accumulators after the preceding wait for their WGMMAs.
 
-    The compiler knows of no order between a wait and arithmetic in registers. Without this it was seen to add a
-    fragment before, where that was written in an iteration of a loop and added in the next.
+    The compiler knows no order between a wait and arithmetic in registers. Without this it added a fragment before the
+    wait, where the fragment was written in one loop iteration and added in the next.
     """
     for v, value in enumerate(_kept_in_place([acc[v] for v in range(cute.size(acc))])):
         acc[v] = value
@@ -382,16 +381,16 @@ def wgmma_slabs(
     loc=None,
     ip=None,
 ) -> list:
-    """acc + A @ B for several 64-row slabs of A and one B, as WGMMAs of 32 bytes of K; returns the new accumulators.
+    """acc + A @ B for several 64-row slabs of A and one B, by WGMMAs of 32 bytes of K; returns the new accumulators.
 
     Args:
-        acc: fp32 registers of this thread, n / 2 for each slab, one slab after the other.
+        acc: this thread's FP32 registers, n / 2 per slab, slab by slab.
         n: columns of B.
-        a, b: lower halves of the descriptors of the first slab of A, 64 rows of 32 bytes, and of B, n of them, both in
-            shared memory.
+        a, b: lower halves of the descriptors of the first slab of A (64 rows of 32 bytes) and of B (n rows of 32
+            bytes), both in shared memory.
         a_high, b_high: their upper halves.
-        a_step: from one slab of A to the next, in units of 16 bytes.
-        a_transposed, b_transposed: whether A is M-major, and B N-major, which only elements of 16 bits may be.
+        a_step: distance between slabs of A, in units of 16 bytes.
+        a_transposed, b_transposed: True if A is M-major, or B N-major; 16-bit elements only.
 
     Must be executed by all four warps of a warpgroup, between warpgroup.fence and commit_group.
     """
@@ -433,13 +432,13 @@ def sparse_wgmma_slabs(
     loc=None,
     ip=None,
 ) -> list:
-    """acc + A @ B, or A @ B, for several 64-row slabs of a 2:4 sparse A and one B: 64 bytes of K, of A half are stored.
+    """acc + A @ B, or A @ B, for several 64-row slabs of a 2:4 sparse A and one B: 64 bytes of K, half of A is stored.
 
     Args:
-        metadata: of each slab this thread's register; of elements of 16 bits the lanes of `selector` (0 or 1) are read,
-            of 8 bits all, and it is 0: see cute_kernels.sparse24.format.
-        accumulate: whether to add to acc.
-        others: as of wgmma_slabs; A is K-major, 64 rows of 32 bytes, and B has 64 bytes of K.
+        metadata: this thread's register of each slab. With 16-bit elements, the lanes of `selector` (0 or 1) are read;
+            with FP8 all lanes, and selector is 0. See cute_kernels.sparse24.format.
+        accumulate: True to add to acc.
+        others: as in wgmma_slabs; A is K-major, 64 rows of 32 bytes, and B has 64 bytes of K.
     """
     per_slab, total = n // 2, len(acc)
     slabs, kind, element = total // per_slab, WGMMA_TYPE[dtype], element_of(dtype)
@@ -462,15 +461,15 @@ def sparse_wgmma_slabs(
 
 @dsl_user_op
 def sparse_mma(acc: list, a: list, b: list, metadata: Int32, selector: int, dtype: str, *, loc=None, ip=None) -> list:
-    """acc + A @ B of a 2:4 sparse A (16, 32) and B (32, 8) of elements of 16 bits, or A (16, 64) and B (64, 8) of 8;
+    """acc + A @ B for a 2:4 sparse A (16, 32) and B (32, 8) with 16-bit elements, or A (16, 64) and B (64, 8) in FP8;
     returns the new accumulators.
 
     Args:
-        acc: 4 fp32 registers of this thread, as of mma.m16n8k16.
-        a: 4 registers, those of a dense A whose rows are the 32 bytes that are stored of each row.
-        b: 4 registers, those of two dense B, one after the other.
-        metadata: of 16 bits of the lanes of `selector` (0 or 1), of 8 bits of all, and it is 0: see
-            cute_kernels.sparse24.format.
+        acc: this thread's 4 FP32 registers, as in mma.m16n8k16.
+        a: 4 registers, as for a dense A whose rows are the 32 stored bytes of each row.
+        b: 4 registers, those of two consecutive dense B.
+        metadata: with 16-bit elements, the lanes of `selector` (0 or 1) are read; with FP8 all lanes, and selector is
+            0. See cute_kernels.sparse24.format.
 
     All lanes of a warp execute it.
     """
