@@ -62,8 +62,8 @@ def good(**changes):
         ({"static_smem": 1000}, {"dynamic_smem": 25}, "1025 bytes of shared memory"),
         ({}, {"tensor_core": "HMMA"}, "no HMMA"),
         ({"usetmaxreg": 1}, {"warp_specialised": True}, "USETMAXREG"),
-        ({"wgmma_waits": 8}, {}, "serialised"),
-        ({"wgmma_waits": 4, "opcodes": {"QGMMA": 4}}, {"tensor_core": "QGMMA"}, "serialised"),
+        ({"wgmma_waits": 8}, {}, "serialized"),
+        ({"wgmma_waits": 4, "opcodes": {"QGMMA": 4}}, {"tensor_core": "QGMMA"}, "serialized"),
     ],
 )
 def test_each_problem_is_named(changes, wanted, word):

@@ -1,1 +1,1 @@
-"""A dense product of which only the stored blocks of a pattern are computed: SDDMM."""
+"""SDDMM: a dense GEMM of which only the stored blocks of a pattern are computed."""

@@ -1,4 +1,4 @@
-"""Tile and schedule of the kernels for sampled products."""
+"""Tile and schedule of the SDDMM kernels."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from cute_kernels.matmul.config import GemmConfig
 
 @dataclass(frozen=True)
 class SampledConfig(GemmConfig):
-    """GemmConfig for a tile that is `boxes` parts of stored blocks of one block row, side by side."""
+    """GemmConfig for a tile of `boxes` parts of stored blocks of one block row, side by side."""
 
     family: ClassVar[str] = "sampled"
     boxes: int = 1
@@ -19,7 +19,7 @@ class SampledConfig(GemmConfig):
 
     @property
     def box_n(self) -> int:
-        """Columns of a box."""
+        """Columns per box."""
         return self.tile_n // self.boxes
 
     @property
@@ -31,5 +31,5 @@ class SampledConfig(GemmConfig):
 
 
 def parts_of(block: int, side: int) -> int:
-    """How many tiles, or boxes, of so many columns a block is cut into."""
+    """Number of tiles, or boxes, with this many columns per block."""
     return -(-block // side)

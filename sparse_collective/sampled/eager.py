@@ -1,4 +1,4 @@
-"""sddmm as it runs: validate, plan, launch."""
+"""sddmm in eager mode: validate, plan, launch."""
 
 from functools import partial
 
@@ -22,11 +22,11 @@ from .config import parts_of
 from .tables import groups_of
 
 _PLANS = PlanCache()
-CPU_BYTES = 4 << 20  # of the operands' blocks that a product on the CPU gathers at a time
+CPU_BYTES = 4 << 20  # bytes of the operands' blocks that the CPU implementation gathers at a time
 
 
 def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
-    """ops.sddmm, of a call that torch.compile does not trace."""
+    """ops.sddmm for calls that torch.compile does not trace."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.check and not pattern.checked:
@@ -58,7 +58,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
 
 
 def plan_sddmm(a, b, pattern, *, out=None, accumulate=False, out_dtype=None, expert_ids=None) -> Plan:
-    """Check a call's arguments and choose its kernel, without launching it."""
+    """Check a call's arguments and select its kernel, without launching it."""
     op = "sddmm"
     checks.check_tensor(f"{op}: a", a)
     checks.check_tensor(f"{op}: b", b)
@@ -89,15 +89,15 @@ def plan_sddmm(a, b, pattern, *, out=None, accumulate=False, out_dtype=None, exp
 
 
 def check_pattern(op: str, pattern, out, accumulate: bool, expert_ids) -> None:
-    """Check what the registered op's arguments do not tell any more."""
+    """Checks that are not possible from the registered op's arguments."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"{op}: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
     if pattern.base is not None:
         raise ValueError(f"{op}: pattern is a transposed view; pass its base, pattern.t(), and swap a.t() and b.t()")
     if (pattern.batch is None) != (expert_ids is None):
-        given = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
+        kind = "one matrix" if pattern.batch is None else f"a batch of shape {pattern.shape}"
         raise ValueError(
-            f"{op}: pattern is {given}: a batch needs expert_ids, the item of each run of K, and one matrix none"
+            f"{op}: pattern is {kind}; expert_ids, the matrix of each group of K, is required for a batch only"
         )
     if accumulate and out is None:
         raise ValueError(f"{op}: accumulate=True adds to out; pass out=")
@@ -135,26 +135,27 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> 
 
 
 def _one_column(t):
-    """(M, 1): TMA asks for aligned strides even where a mode is never stepped along."""
+    """(M, 1): TMA requires aligned strides even for a mode of extent 1."""
     return t.as_strided(t.shape, (t.stride(0), -(-t.shape[0] // 8) * 8)) if t.stride(0) == 1 else t
 
 
 def _one_row(t):
-    """(1, N), the same."""
+    """(1, N), for the same reason."""
     return t.as_strided(t.shape, (-(-t.shape[1] // 8) * 8, t.stride(1))) if t.stride(1) == 1 else t
 
 
 def check_groups(op: str, expert_ids, K: int) -> None:
-    """The item of each run of K."""
+    """Check expert_ids, the matrix of each group of K."""
     check_group_numbers(op, expert_ids)
     if (K % len(expert_ids) or K // len(expert_ids) % RUN_MULTIPLE) if len(expert_ids) else K:
         raise ValueError(
-            f"{op}: K is {K} for {len(expert_ids)} expert_ids: each run must be as long, a multiple of {RUN_MULTIPLE}"
+            f"{op}: K is {K} for {len(expert_ids)} expert_ids: groups must have equal length, a multiple of "
+            f"{RUN_MULTIPLE}"
         )
 
 
 def runs_of(expert_ids, items: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(runs in the order of their items, where each item's begin); numbers out of range belong to none."""
+    """(groups of K sorted by matrix, offsets of each matrix's groups); ids out of range belong to no matrix."""
     item, order = expert_ids.sort(stable=True)
     every = torch.arange(items + 1, dtype=item.dtype, device=item.device)
     return order.int(), torch.searchsorted(item, every, out_int32=True)
@@ -162,7 +163,7 @@ def runs_of(expert_ids, items: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @outside_autocast
 def _on_cpu(a, b, pattern, out, accumulate: bool, expert_ids=None):
-    """The same by torch, stored blocks alone, some at a time; sums are in fp32, of fp64 in fp64."""
+    """SDDMM by torch, only of stored blocks, some at a time; accumulates in FP32 (float64 for float64)."""
     (bm, bk), K, wide = pattern.blocksize, a.shape[1], accumulator(a.dtype)
     if expert_ids is not None:
         return _batch_on_cpu(a, b, pattern, out, accumulate, expert_ids)
@@ -177,7 +178,7 @@ def _on_cpu(a, b, pattern, out, accumulate: bool, expert_ids=None):
 
 
 def _batch_on_cpu(a, b, pattern, out, accumulate: bool, expert_ids):
-    """Item by item, over the columns of a that are its."""
+    """SDDMM of a batch by torch, matrix by matrix, each over its columns of a."""
     item_of = expert_ids.repeat_interleave(a.shape[1] // len(expert_ids))
     for number, item in enumerate(pattern.unbind()):
         part = item_of == number

@@ -1,4 +1,4 @@
-"""Sampled products: which configurations there are, what they ask, what they cost."""
+"""Kernel family of SDDMM: candidates, legality, cost."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +22,12 @@ SIDES = (128, 64, 32, 16)
 
 
 def fitting(block: int, widest: int) -> int:
-    """The side of a tile, at most `widest`, that leaves little of a block's last tile empty, and is not too narrow."""
+    """Side of a tile, at most `widest`, that wastes little of a block's last tile and is not too narrow."""
     return min((s for s in SIDES if s <= widest), key=lambda side: parts_of(block, side) * (side + 16))
 
 
 class Sampled(ProductFamily):
-    """A product of dense matrices of which only stored blocks are computed."""
+    """SDDMM: a GEMM of dense matrices of which only stored blocks are computed."""
 
     name = "sampled"
     ops = ("sddmm",)
@@ -42,10 +42,10 @@ class Sampled(ProductFamily):
         return (_sm90 if path == "sm_90" else _sm80)(block, spec, element)
 
     def cost(self, config, problem: Problem, sms: int, l2_bytes_per_clock: float = cost.L2_BYTES_PER_CLOCK) -> float:
-        """Products of all boxes of a tile, or loads: those of B for each box, of A for each group of boxes.
+        """The longer of the MMAs of all boxes of a tile, and the loads: of B per box, of A per group of boxes.
 
-        Of a block row's groups one is half full, on average. Tiles are handed out whole, which leaves some workers idle
-        at the end: a quarter of a tile, as fitted to what was measured.
+        One group per block row is half full on average. The tail of the last wave costs a quarter of a tile, fitted to
+        measurements.
         """
         extents, block = problem.extents, problem.block
         rows, tiles_m = max(1, extents.M // block.bm), parts_of(block.bm, config.tile_m)
@@ -55,7 +55,7 @@ class Sampled(ProductFamily):
         macs = groups * config.tile_n * max(64, config.tile_m) * depth
         products = macs * problem.width / cost.MAC_BYTES_PER_CLOCK
         row_bytes = config.box_n * problem.width if problem.majors[1] == "n" else 128
-        feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA of short rows
+        feed = l2_bytes_per_clock * min(1.0, 0.5 + row_bytes / 256)  # TMA is slower for short rows
         loads = (groups * config.tile_m + boxes * config.box_n) * depth * problem.width / feed
         tiles = groups * tiles_m
         accumulators = config.tile_m * config.tile_n // (128 * config.warps_m * config.warps_n)
@@ -70,7 +70,7 @@ class Sampled(ProductFamily):
         if reason := legality.general(facts):
             return reason
         if facts.epilogue.bias or facts.epilogue.activation or facts.epilogue.function:
-            return "a bias, an activation or a function: sampled products have none"
+            return "a bias, an activation or an epilogue function: SDDMM does not support them"
         if (facts.block.batch is None) != (facts.block.run == 0) or facts.block.run % facts.config.tile_k:
             return f"runs of {facts.block.run}: a batch sums over runs of K, of whole K-tiles of {facts.config.tile_k}"
         if facts.path == "sm_80":
@@ -104,7 +104,7 @@ class Sampled(ProductFamily):
         return iter(())
 
     def bundle(self, op: str, request) -> Iterator[GemmFacts]:
-        """Gradients of layers: both operands contiguous along the blocks' sides."""
+        """Facts of weight gradients: both operands contiguous along the blocks' sides."""
         spec = arch_named(request.arch)
         for dtype in request.dtypes:
             for shape in request.blocks:
@@ -115,7 +115,7 @@ class Sampled(ProductFamily):
 
 
 def facts_of(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
-    """The weight's gradient of a layer: a and b contiguous along the blocks' sides."""
+    """Facts of a layer's weight gradient: a and b contiguous along the blocks' sides."""
     more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
     block = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more, operand="d")
     terms = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": block} | changes
@@ -127,7 +127,7 @@ def _sampled(config, boxes: int) -> SampledConfig:
 
 
 def _sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledConfig]:
-    """Tiles of 128 or 64 rows, as wide as accumulators allow: a tile's rows of A serve all its boxes."""
+    """Tiles of 128 or 64 rows, as wide as accumulators allow: all boxes of a tile share its rows of A."""
     side = fitting(block.bk, 128)
     k, half, _ = element.rows
     found = []
@@ -144,7 +144,7 @@ def _sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledCo
 
 
 def _sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledConfig]:
-    """One box a tile, of up to 128 x 128."""
+    """One box per tile, up to 128 x 128."""
     tile_m, tile_n = fitting(block.bm, 128), fitting(block.bk, 128)
     warps_m, warps_n = (2 if side > 16 else 1 for side in (tile_m, tile_n))
     deep = spec.smem > 200_000 and tile_m * tile_n == 128 * 128
@@ -153,15 +153,15 @@ def _sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[SampledCo
 
 
 def _sm90_tile(facts: GemmFacts) -> str:
-    """What WGMMA, TMA and the store ask of a tile of boxes."""
+    """Rules of WGMMA, TMA and the store for a tile of boxes."""
     cfg = facts.config
     group_n = cfg.tile_n // cfg.warps_n
     if (cfg.warps_m * cfg.warps_n, cfg.consumer_groups, cfg.cluster, cfg.split) != (2, 1, 1, 1):
-        return f"{cfg}: sampled products have two consumer warpgroups, no ping-pong, clusters or split"
+        return f"{cfg}: SDDMM kernels have two consumer warpgroups, and neither ping-pong nor clusters nor split-K"
     if cfg.tile_m % (64 * cfg.warps_m) or group_n > 256 or cfg.tile_m * cfg.tile_n > 128 * 256:
         return f"tile {cfg}: 64 rows, and at most 256 columns and 128 accumulators a thread, for each warpgroup"
     if cfg.tile_m >= facts.block.bm + 64:
-        return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: slabs of 64 rows would hold none of the block"
+        return f"{cfg.tile_m} rows for blocks {facts.block.bm} high: some slabs of 64 rows would lie outside the block"
     if cfg.tile_n % cfg.boxes or cfg.box_n not in SIDES or cfg.boxes % cfg.warps_n and cfg.boxes > 1:
         return f"tile {cfg}: boxes are 16, 32, 64 or 128 columns wide, and a warpgroup has whole ones"
     if cfg.boxes == 1 and cfg.warps_n > 1:

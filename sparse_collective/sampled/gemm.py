@@ -1,13 +1,13 @@
-"""The source of a sampled product, and the GEMM kernels of both paths around it.
+"""SDDMM kernels of both paths: a source of K-tiles for the GEMM kernels.
 
     values[p] = A[rows of block p] B[columns of block p]        for every stored block p of a pattern
 
-Of a batch of patterns, each item sums over the runs of K that belong to it (`runs`): the experts' tokens.
+In a batch of patterns, each matrix sums over its groups of K (`runs`), an expert's tokens.
 
-A stored block is an output tile, and K-tiles are those of the dense operands: the pattern says where a tile's rows and
-columns lie, and where its sums go. On sm_90 a tile is several stored blocks of one block row, side by side: they share
-A's rows, and each brings a *box* of B's columns. A box that a row has not got lies past the last block column of B
-and past the last block of D, where TMA reads zeros and writes nothing.
+A stored block is an output tile, and K-tiles are those of the dense operands: the pattern determines a tile's rows and
+columns, and where it is stored. On sm_90 a tile is several stored blocks of one block row, side by side: they share
+A's rows, and each has a *box* of B's columns. Absent boxes are placed past the last block column of B and past the last
+block of D, where TMA reads zeros and writes nothing.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ from .config import parts_of
 class SampledKTiles:
     """All K-tiles of the dense operands, for the boxes of one group."""
 
-    count: Int32  # 0 of a group without boxes
+    count: Int32  # 0 for a group without boxes
     row: Int32  # block row
     rest_m: Int32  # row tile inside the block
-    first: Int32  # number of the first box
-    present: Int32  # boxes that there are
-    columns: tuple  # of each box, the block column; of an absent one, past the last
+    first: Int32  # index of the first box
+    present: Int32  # number of boxes
+    columns: tuple  # block column of each box; past the last one for an absent box
     blocks: Int32  # nnz
-    parts: cutlass.Constexpr[int]  # boxes of a block
+    parts: cutlass.Constexpr[int]  # boxes per block
     l: Int32
     runs: cute.Tensor | None = None  # (runs of K,) in the order of their items
     start: Int32 | None = None  # of this item's
@@ -48,7 +48,7 @@ class SampledKTiles:
     tiles_run: cutlass.Constexpr[int] = 1  # K-tiles in a run
 
     def out(self, n) -> tuple:
-        """Of the n-th box; of an absent one, past the last block."""
+        """Output tile of the n-th box; past the last block for an absent one."""
         number = self.first + n
         absent = Int32(n >= self.present)
         return self.rest_m, number % self.parts, number // self.parts * (1 - absent) + self.blocks * absent
@@ -65,14 +65,14 @@ class SampledKTiles:
 
 @dataclass(frozen=True)
 class SampledSource:
-    """The source of sampled products: work tile m is row tile m % tiles_m of group m // tiles_m."""
+    """The source of SDDMM: work tile m is row tile m % tiles_m of group m // tiles_m."""
 
     groups: cute.Tensor  # (groups, 3): block row, first box, boxes; see tables.box_groups
     col_indices: cute.Tensor  # (nnz,)
-    count: Int32  # K-tiles of the product
-    tiles_m: cutlass.Constexpr[int]  # row tiles a block
-    parts: cutlass.Constexpr[int]  # boxes a block
-    boxes: cutlass.Constexpr[int]  # of a tile
+    count: Int32  # K-tiles along K
+    tiles_m: cutlass.Constexpr[int]  # row tiles per block
+    parts: cutlass.Constexpr[int]  # boxes per block
+    boxes: cutlass.Constexpr[int]  # per tile
     block_columns: Int32
     runs: cute.Tensor | None = None  # (runs of K,) int32, in the order of their items
     starts: cute.Tensor | None = None  # (items + 1,) int32: where each item's begin
@@ -83,7 +83,7 @@ class SampledSource:
 
     @property
     def shared_rows(self) -> int:
-        """Other groups have other columns."""
+        """1: groups have different columns."""
         return 1
 
     @property
@@ -91,7 +91,7 @@ class SampledSource:
         return 1
 
     def bounds(self, m, n, l) -> tuple:
-        """(block row, first box, boxes) of the group; of an item, where its runs begin and end as well."""
+        """(block row, first box, boxes) of the group; in a batch also the range of the matrix's runs."""
         group = m // self.tiles_m
         row, first, present = (Int32(self.groups[group, i]) for i in range(3))
         if self.runs is None:
@@ -120,11 +120,11 @@ class SampledSource:
 
 
 class SampledMainloopSm90(MainloopSm90):
-    """Takes K-tiles whose `b` names each box. Absent boxes are multiplied, too: their columns are zeros."""
+    """Mainloop for K-tiles whose `b` has the coordinates of each box. Absent boxes are multiplied too, as zeros."""
 
     def __init__(self, facts: GemmFacts, *args):
         super().__init__(*args)
-        if facts.config.boxes > 4:  # whose places the producer keeps
+        if facts.config.boxes > 4:  # the producer holds their coordinates
             self.registers = (40, 232)
 
     @cute.jit
@@ -144,7 +144,7 @@ class SampledMainloopSm90(MainloopSm90):
 
 
 class SampledGemm:
-    """a (M, K) times b (K, N), of which the blocks of a pattern go into d (nnz, bm, bk)."""
+    """The blocks of a pattern of a (M, K) @ b (K, N), stored to d (nnz, bm, bk)."""
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
@@ -175,7 +175,7 @@ class SampledGemm:
         mA = view(a, (bm, K, M // bm), (sM, sK, sM * bm))
         (K, N), (sK, sN) = b.shape, b.stride
         mD = self.blocks(d)
-        items = 1 if self.facts.path == "sm_90" else mD.shape[3]  # all take the same B
+        items = 1 if self.facts.path == "sm_90" else mD.shape[3]  # all have the same B
         mB = view(b, (bk, K, N // bk, items), (sN, sK, sN * bk, 0))
         if const_expr(residual is not None):
             residual = self.blocks(residual, Int64(bm * bk))
