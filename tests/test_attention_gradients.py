@@ -533,7 +533,7 @@ def test_configurations_that_have_no_order():
     """dQ that is added to memory from registers."""
     facts = pick(BackwardFacts("sm_90a", "sm_90", None, head_dim=192, head_dim_v=192))
     assert facts.config.direct and not pick(replace(facts, config=None, deterministic=True)).config.direct
-    with pytest.raises(ValueError, match="has no order"):
+    with pytest.raises(ValueError, match="direct is nondeterministic; use direct=False"):
         FlashBackwardSm90(replace(facts, deterministic=True))
 
 

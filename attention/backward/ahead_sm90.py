@@ -1,8 +1,9 @@
-"""The sm_90 mainloop that computes scores ahead: the tensor cores have a product at any time.
+"""The sm_90 mainloop that prefetches scores, so that the tensor cores always have a WGMMA in flight.
 
-A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and dK run beside a unit's exponentials:
+A step processes a query tile in units of 64 rows. WGMMAs of the next unit's scores, dQ and dK overlap with a unit's
+exponentials:
 
-    S' in flight, of the first unit also dQ of the tile before, and dK of the unit before
+    in flight: S', for the first unit also dQ of the previous tile, and dK of the previous unit
     wait S' -> P' = 2^(S' - LSE)
     first unit: wait dQ -> to shared memory, to the warp that stores it; wait dO[i]
     issue dP' = V dO[i]' -> wait dK; first unit: release Q[i - 1]
@@ -11,16 +12,16 @@ A step takes a query tile in units of 64 rows. Scores of the next unit, dQ and d
     last unit: all consumers -> issue dQ = dS K
     issue dK += dS' Q[i]
 
-With several units the last one's dK is issued later (`late_dk`): when P' of the next tile's first unit is there, so
-that dQ runs beside those exponentials, and dK beside dQ's way to shared memory. A product with A in registers holds its
-warp up until the products before it are done.
+With several units the last unit's dK is issued later (`late_dk`), once P' of the next tile's first unit is available:
+dQ overlaps with those exponentials, and dK with the store of dQ to shared memory. A WGMMA with A in registers blocks
+its warp until the WGMMAs before it have finished.
 
-dQ's accumulators are those that dP' takes after them. A unit's fp32 scores, 64 by 64 for a warpgroup, and dP' need 64
-registers a thread, P' and dS' in 16 bits as many as one of them: with D of 64 there is room for K's and V's fragments,
-and the products that read them from registers need half of the bandwidth of shared memory.
+dQ and dP' share their accumulators. A unit's FP32 scores, 64 by 64 per warpgroup, and dP' need 64 registers per thread;
+P' and dS' in 16 bits need as many as one of them. With D of 64 there is room for the fragments of K and V, and WGMMAs
+that read them from registers need half the shared memory bandwidth.
 
-After the last tile S' is computed once more, of what is in Q's ring, and nobody uses it: a branch around the product
-would have the compiler serialise them all.
+After the last tile S' is computed once more from whatever Q's ring holds, and the result is never read: a branch around
+the WGMMA would make the compiler serialize all of them.
 """
 
 from dataclasses import replace
@@ -49,12 +50,12 @@ class AheadSm90(MainloopSm90):
 
     @property
     def v_apart(self) -> bool:
-        """Rows that are zeroed need K and V at once."""
+        """True if V is waited for separately. Packed sequences zero rows of K and V together, so they wait for both."""
         return not self.facts.packed
 
     @property
     def in_registers(self) -> tuple[bool, bool]:
-        """With two units of rows there is room for K alone; with a cap for none."""
+        """True if (K, V) fit in registers: K alone with two units of rows, neither with a softcap."""
         facts = self.facts
         return not facts.softcap and facts.head_dim <= 64, (
             not facts.softcap and facts.head_dim_v <= 64 and self.cfg.tile_m == 64
@@ -63,14 +64,15 @@ class AheadSm90(MainloopSm90):
     def __init__(self, facts: BackwardFacts):
         super().__init__(facts)
         if facts.score is not None or facts.config.groups != 2 or facts.config.stages != 2:
-            terms = "two warpgroups and two stages, without a score_mod"
-            raise ValueError(f"{facts.config}: scores are computed ahead by {terms}")
+            needs = "2 consumer warpgroups, 2 stages and no score_mod"
+            raise ValueError(f"{facts.config}: the mainloop that prefetches scores requires {needs}")
 
     @cute.jit
     def begin(self, c: Consumer, storage, work: Work, at_q, at, at_kv):
-        """The first tile of all, but for what is left to the next step; of no tile, what nobody uses.
+        """Process the CTA's first query tile, except for the part that the next step does. Without a query tile the
+        results are never read.
 
-        K has been loaded; V, too, but where it is waited for here (v_apart).
+        K has been loaded, and so has V unless v_apart, in which case this waits for it.
         """
         views = self.views(storage, self.layouts())
         if const_expr(self.v_apart and self.in_registers[1]):
@@ -93,24 +95,24 @@ class AheadSm90(MainloopSm90):
         for unit in range_constexpr(self.units):
             if const_expr(unit > 0):
                 self.start_s(c, at_q.index, unit)
-                self.share_unit(c, at_q, at, unit - 1, unit > 1)
+                self.store_unit_ds(c, at_q, at, unit - 1, unit > 1)
             lse = self.lse_of(c, at_q.index, unit)
             warpgroup.wait_group(min(unit, 1))
-            self.weigh(c, work, Int32(0), at_q.index, unit, lse)
-            self.differentiate(c, work, at_q, at, unit, unit > 0)
+            self.compute_p(c, work, Int32(0), at_q.index, unit, lse)
+            self.compute_ds(c, work, at_q, at, unit, unit > 0)
 
     def load_operand(self, mma: cute.TiledMma, place: cute.Tensor, fragment: cute.Tensor):
-        """K or V to registers, as an operand A."""
+        """Load K or V to registers as an A operand."""
         copy = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
         thread = copy.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
         cute.copy(copy, thread.partition_S(place)[None, None, None, 0], thread.retile(fragment))
 
     @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, at_q, at, begun: Int32) -> tuple:
-        """What is left of the tile before, and query tile i of a head.
+        """Finish the previous tile, and process query tile i of a head.
 
-        at_q and at are the states of Q's and dO's rings of the tile before; returns those of this one. begun: the count
-        of `at` when the tile of K was begun.
+        at_q, at: states of Q's and dO's rings for the previous tile; returns those for this one. begun: `at.count` at
+        the start of the KV tile.
         """
         next_q, following = at_q.clone(), at.clone()
         next_q.advance()
@@ -119,11 +121,11 @@ class AheadSm90(MainloopSm90):
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, work.tiles.at(i), next_q, following)
         self.start_s(c, next_q.index)
-        lse = self.share_last_unit(c, at_q, at, 1, next_q.index)
+        lse = self.store_last_ds(c, at_q, at, 1, next_q.index)
         if const_expr(not self.late_dk):
             self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(1 if self.late_dk else 2)
-        self.weigh(c, work, i, next_q.index, 0, lse)
+        self.compute_p(c, work, i, next_q.index, 0, lse)
         if const_expr(self.late_dk):
             compute_all_before_waits(c.acc_S, c.rows)
             self.start_last_dk(c, at_q, at, begun)
@@ -132,36 +134,36 @@ class AheadSm90(MainloopSm90):
         self.free_ds(c)
         self.move_dq(c, at)
         if const_expr(not self.late_dk):
-            self.give_sums(c, self.dq_store.buffer_of(at))
+            self.store_dq_accum(c, self.dq_store.buffer_of(at))
             c.pipe_do.consumer_wait(following)
         self.start_dp(c, following.index, 0)
         if const_expr(self.late_dk):
-            self.give_sums(c, self.dq_store.buffer_of(at))
+            self.store_dq_accum(c, self.dq_store.buffer_of(at))
         warpgroup.wait_group(1)
         c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
         for unit in range_constexpr(1, self.units):
             self.start_s(c, next_q.index, unit)
-            self.share_unit(c, next_q, following, unit - 1, True)
+            self.store_unit_ds(c, next_q, following, unit - 1, True)
             lse = self.lse_of(c, next_q.index, unit)
             warpgroup.wait_group(1)
-            self.weigh(c, work, i, next_q.index, unit, lse)
-            self.differentiate(c, work, next_q, following, unit, True)
+            self.compute_p(c, work, i, next_q.index, unit, lse)
+            self.compute_ds(c, work, next_q, following, unit, True)
         return next_q, following
 
     @cute.jit
     def finish(self, c: Consumer, at_q, at, at_kv, begun: Int32, steps: Int32):
-        """What is left of the last of `steps` tiles, in which V has no part; returns when all products are done."""
+        """Finish the last of `steps` tiles, which does not read V, and wait for all WGMMAs."""
         if const_expr(self.v_apart):
             c.pipe_v.consumer_release(at_kv)
-        self.share_last_unit(c, at_q, at, 0, None, steps > 0)
+        self.store_last_ds(c, at_q, at, 0, None, steps > 0)
         self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(0)
         if steps > 0:
             self.move_dq(c, at)
-            self.give_sums(c, self.dq_store.buffer_of(at))
+            self.store_dq_accum(c, self.dq_store.buffer_of(at))
             c.pipe_q.consumer_release(at_q)
-        for acc in (c.acc_dK, c.acc_dV):  # by selection: after a branch the compiler would want them twice
+        for acc in (c.acc_dK, c.acc_dV):  # by selection: with a branch the compiler would keep two copies
             for v in range_constexpr(cute.size(acc)):
                 acc[v] = select_(steps > 0, acc[v], Float32(0.0))
 
@@ -169,30 +171,30 @@ class AheadSm90(MainloopSm90):
 
     @property
     def late_dk(self) -> bool:
-        """Whether dK of a tile's last unit is started when P of the next one is there: where a tile has several
-        units, and no cap, beside which there are no registers for dS."""
+        """True if dK of a tile's last unit is issued once P of the next unit is available: with several units per tile
+        and no softcap, which leaves no registers for dS."""
         return self.units > 1 and not self.facts.softcap
 
     def lse_of(self, c: Consumer, stage: Int32, unit: int):
-        """LSE of this thread's columns of a unit's scores, read before they are there; None: later, see late_dk."""
+        """LSE of this thread's columns of a unit's scores, prefetched with late_dk; None: read later."""
         return self.row_fragment(c, stage, 0, unit) if self.late_dk else None
 
-    def weigh(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
-        """Scores to P, in place."""
+    def compute_p(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
+        """Compute P from the scores, in place."""
         self.mask_scores(c, work, i, work.tiles.at(i), unit)
         if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
             self.exponentials(c, work, stage, unit, lse)
 
-    def differentiate(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
-        """P to dS as an operand; dV is being computed."""
+    def compute_ds(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
+        """Issue dP and compute dS from P as an operand, while dV is in flight."""
         self.start_dp(c, at.index, unit)
-        warpgroup.wait_group(1)  # for dK of the unit before
+        warpgroup.wait_group(1)  # for dK of the previous unit
         self.finish_unit(c, work, at_q, at, unit, add)
 
     def finish_unit(self, c: Consumer, work: Work, at_q, at, unit: int, add: bool):
-        """The same, dP being computed."""
+        """Compute dS from P as an operand, with dP in flight."""
         if not self.facts.softcap:
             self.convert(c.acc_S, c.tVrP)
         self.start_dv(c, at.index, unit, add)
@@ -206,20 +208,21 @@ class AheadSm90(MainloopSm90):
         if self.facts.head_dim_v > 64 or self.facts.head_dim > 64:
             warpgroup.wait_group(0)  # for dV
 
-    def share_unit(self, c: Consumer, at_q, at, unit: int, add: bool):
-        """dS to shared memory, and start dK. Of a unit that is not its tile's last; scores have been started since."""
-        warpgroup.wait_group(1)  # for dV: dS takes P's registers
+    def store_unit_ds(self, c: Consumer, at_q, at, unit: int, add: bool):
+        """Store dS of a unit to shared memory and issue dK. The unit is not its tile's last, and the next unit's scores
+        have been issued."""
+        warpgroup.wait_group(1)  # for dV: dS reuses P's registers
         self.convert(c.acc_dP, c.tKrdS)
         self.wait_for_free_ds(c, unit)
         self.write_ds(c, self.buffer_of(at), unit)
         self.start_dk(c, at_q.index, unit, add)
 
     @cute.jit
-    def share_last_unit(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], next_q, there=True):
-        """dS to shared memory, and start dQ; so many products were started since dV's.
+    def store_last_ds(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], next_q, there=True):
+        """Store dS of a tile's last unit to shared memory and issue dQ. Returns LSE of the next tile's first unit.
 
-        there: whether there is a tile; without one nobody uses what is computed. Returns LSE of the next tile's first
-        unit, whose stage of Q is next_q; None: of none.
+        in_flight: WGMMAs issued after dV's. next_q: the next tile's stage of Q; None: no next tile, returns None.
+        there: True if there is a tile; otherwise the results are never read.
         """
         warpgroup.wait_group(in_flight)
         if there:
@@ -235,34 +238,34 @@ class AheadSm90(MainloopSm90):
         return lse
 
     def start_last_dk(self, c: Consumer, at_q, at, begun: Int32):
-        """Start dK of the last unit, of the tile of these states."""
+        """Issue dK of the last unit of the tile that the ring states at_q and at refer to."""
         self.start_dk(c, at_q.index, self.units - 1, True if self.units > 1 else at.count > begun)
 
     def free_ds(self, c: Consumer):
-        """This warpgroup has no product that reads dS."""
+        """Signal that no WGMMA of this warpgroup reads dS any more."""
         if self.cfg.one_ds:
             cute.arch.barrier_arrive(barrier_id=BACKWARD_DS + c.group, number_of_threads=2 * WARPGROUP)
 
     def wait_for_free_ds(self, c: Consumer, unit: int):
-        """Before a tile's first dS is written: until the other warpgroup has read that of the tile before."""
+        """Before a tile's first dS is written, wait until the other warpgroup has read the previous tile's."""
         if self.cfg.one_ds and unit == 0:
             cute.arch.barrier(barrier_id=BACKWARD_DS + 1 - c.group, number_of_threads=2 * WARPGROUP)
 
     def dq_in_dp(self, c: Consumer) -> Consumer:
-        """The same with dP's registers as dQ's."""
+        """The same consumer with dQ's accumulators in dP's registers."""
         if cute.size(c.acc_dQ) != cute.size(c.acc_dP):
             return c
         return replace(c, acc_dQ=cute.make_tensor(c.acc_dP.iterator, c.acc_dQ.layout))
 
     def move_dq(self, c: Consumer, at):
-        """dQ of the tile of this state to shared memory; dP's registers are free then."""
+        """Store dQ of the tile with ring state `at` to shared memory, which frees dP's registers."""
         buffer = self.dq_store.buffer_of(at)
-        self.wait_for_sums(c, buffer)
+        self.wait_for_dq_buffer(c, buffer)
         self.write_dq(self.dq_in_dp(c), 0, buffer)
 
     @cute.jit
     def exponentials(self, c: Consumer, work: Work, stage: Int32, unit: cutlass.Constexpr, lse):
-        """Scores to P in place, in fp32. lse: None where it has not been read yet."""
+        """Compute P from the scores in place, in FP32. lse: lse_of; None: read here."""
         for first in range_constexpr(0, cute.size(c.acc_S), 4):
             if const_expr(lse is None):
                 pair = self.row_values(c, stage, 0, (unit * self.unit + first * 2) // 4)

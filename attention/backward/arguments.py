@@ -1,4 +1,4 @@
-"""What backward's kernels are compiled from: fakes of their arguments."""
+"""Fake arguments that the backward kernels are compiled with."""
 
 import math
 
@@ -11,7 +11,7 @@ from .config import BackwardFacts, ConvertFacts, PrepareFacts
 
 
 def heads(facts, width: int, dtype: str | None = None):
-    """A fake of Q, K, V, O or a gradient of one: (B, H, S, width), packed (total, H, width)."""
+    """A fake of Q, K, V, O or their gradients: (B, H, S, width), packed (total, H, width)."""
     import cutlass.cute as cute
 
     rank = 3 if facts.packed else 4
@@ -24,7 +24,7 @@ def cu_seqlens(facts):
 
 
 def tiles(*extents: int):
-    """A fake of an array of query tiles (tiles, *extents), contiguous fp32."""
+    """A fake of an array of query tiles (tiles, *extents), contiguous FP32."""
     import cutlass.cute as cute
     from cutlass import Float32
     from cutlass.cute.runtime import make_fake_tensor
@@ -34,7 +34,8 @@ def tiles(*extents: int):
 
 
 def tensor_like(tensor: tuple):
-    """A fake of the sums of the gradient of a captured tensor, ElementMask.tensors' (dtype, rank, mode of stride 1)."""
+    """A fake of the FP32 gradient of a captured tensor, given as in ElementMask.tensors: (dtype, rank, mode of stride
+    1)."""
     _, rank, _ = tensor
     return fake_tensor("float32", rank, rank - 1, 1)
 
@@ -76,6 +77,6 @@ def backward_args(facts: BackwardFacts) -> tuple:
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds, *offsets_args(facts)
     turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
-    if facts.path == "sm_90":  # which is persistent
+    if facts.path == "sm_90":  # a persistent kernel
         turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
     return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *score, *scalars, fake_stream()

@@ -1,4 +1,4 @@
-"""Which kernels of backward there are: the facts that ops can ask for, so that tools and tests need no tensors."""
+"""The catalogue of backward kernels: the facts that ops can request, so that tools and tests need no tensors."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ BOTH = WindowKind(left=True, right=True)
 
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFacts]:
-    """Each head dimension plain, and with a window and a cap; packed, and with a score_mod, at one; block masks with
-    tensors and a cap.
+    """Facts of each head dimension: plain, with a window and a softcap, and with a block mask, tensors and a softcap.
+    One head dimension also has packed sequences and score_mods.
 
-    On a path's first architecture every head dimension, on others the largest two and the one with all features.
+    The architecture that a path is named after has every head dimension; others have ALL_FEATURES and 256.
     """
     if quick:
         yield pick(BackwardFacts(spec.target, spec.path, None, window=WindowKind(right=True)))
@@ -51,11 +51,11 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
 
 
 def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[BackwardFacts]:
-    """What a bundle has: dense and causal attention, packed too, or masks without a function; without a cap."""
+    """Facts in a bundle: dense and causal attention, batched or packed; block masks without mask_mod. No softcap."""
     if dim == WIDE:  # forward only
         return
     if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {dim} has no kernel; there are {', '.join(map(str, HEAD_DIMS))}")
+        raise ValueError(f"head dimension must be one of {', '.join(map(str, HEAD_DIMS))}, got {dim}")
     plain = BackwardFacts(spec.target, spec.path, None, dtype, dim, dim)
     if op == "block_sparse_attention":
         for sides in BLOCKSIZES:

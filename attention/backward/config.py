@@ -1,4 +1,4 @@
-"""What the kernels of attention's backward are compiled from."""
+"""Configurations and facts that the attention backward kernels are compiled from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
 ALIGN = 1024  # of operands in shared memory, bytes
-PREPARE_WARPS = 4  # of a CTA of the kernel before
+PREPARE_WARPS = 4  # warps per CTA of the prepare kernel
 QUEUE_BYTES = 80  # of forward/tile_queue: barriers and fields of its slots
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tile and schedule of one kernel: what all mainloops have. Each of them has a subclass.
+    """Tile and schedule of one kernel, common to all mainloops. Each mainloop has a subclass.
 
-    A CTA computes dK and dV of `tile_n` rows of K and V, and visits Q and dO `tile_m` rows at a time, which have rings
-    of `stages` stages each. `groups` are consumer warpgroups, on sm_80 warps.
+    A CTA computes dK and dV of `tile_n` rows of K and V. It loads Q and dO `tile_m` rows at a time, into rings of
+    `stages` stages each. `groups` is the number of consumer warpgroups, on sm_80 of warps.
     """
 
-    query_tiles = 1  # of a step
+    query_tiles = 1  # per step
 
     tile_m: int
     tile_n: int
@@ -48,12 +48,12 @@ class BackwardConfig:
 
     @property
     def dq_groups(self) -> int:
-        """Those of `groups` that share a query tile's dQ."""
+        """Number of `groups` that split a query tile's dQ."""
         return self.groups // self.query_tiles
 
     @property
     def step_rows(self) -> int:
-        """Query rows of a step."""
+        """Query rows per step."""
         return self.tile_m * self.query_tiles
 
     def kv_elements(self, facts: "BackwardFacts") -> int:
@@ -68,17 +68,17 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class Sm80Config(BackwardConfig):
-    """mainloop_sm80: `groups` warps share products as warps.py says. dO has one stage where P' stays in registers."""
+    """mainloop_sm80: `groups` warps split each matmul (warps.py). dO has one stage if P' stays in registers."""
 
     def warps(self, head_dim: int, head_dim_v: int) -> Warps:
-        """How warps share the products."""
+        """Split of the matmuls across warps."""
         return warps_of(self, head_dim, head_dim_v)
 
     def ring_do(self, head_dim: int, head_dim_v: int) -> int:
         return 1 if self.warps(head_dim, head_dim_v).in_registers else self.stages
 
     def smem_bytes(self, facts: "BackwardFacts") -> int:
-        """Shared memory: operands and rows, dS, and P' where it does not stay in registers."""
+        """Bytes of shared memory: operands and rows, dS, and P' unless it stays in registers."""
         in_registers = self.warps(facts.head_dim, facts.head_dim_v).in_registers
         elements = self.kv_elements(facts) + self.tile_m * self.tile_n * (2 - in_registers)
         return elements * facts.element.width + self.tile_m * 2 * self.ring_q * FP32
@@ -86,38 +86,38 @@ class Sm80Config(BackwardConfig):
 
 @dataclass(frozen=True)
 class StepConfig(BackwardConfig):
-    """mainloop_sm90: each of `groups` consumer warpgroups has 64 of the rows of K, and a warp that stores its dQ."""
+    """mainloop_sm90: each of `groups` consumer warpgroups owns 64 rows of K, and has a warp that stores its dQ."""
 
-    sums: int = 1  # buffers of dQ on their way to memory: 1, or as many as stages
+    sums: int = 1  # shared memory buffers of dQ: 1, or as many as stages
 
     def __str__(self) -> str:
         return super().__str__() + f" sums {self.sums}" * (self.sums > 1)
 
     @property
     def storing_warps(self) -> int:
-        """Those that add dQ to memory."""
+        """Number of producer warps that accumulate dQ in global memory."""
         return self.groups
 
     @property
     def in_turn(self) -> bool:
-        """True if products are issued one after the other. A warpgroup that has all columns of dQ has no registers for
-        more; the CTA beside it then has the tensor cores."""
+        """True if WGMMAs are issued one after the other. A warpgroup with all columns of dQ has no registers for
+        overlap; the other CTA of the SM keeps the tensor cores busy."""
         return self.groups == 1
 
     @property
     def ds_buffers(self) -> int:
-        """Buffers of dS; one warpgroup alone has read it before it writes to it again."""
+        """Number of dS buffers. A single warpgroup needs one, since it reads dS before it writes it again."""
         return 1 if self.in_turn else 2
 
     def variants(self, deterministic: bool) -> "Iterator[StepConfig]":
-        """Configurations to try, the most promising first. In one order buffers of dQ that wait for their turn while
-        the next ones are made are worth their shared memory."""
+        """Configurations to try, the most promising first. Deterministic kernels use several dQ buffers: one waits for
+        its semaphore while the next is filled, which is worth the shared memory."""
         if deterministic and self.groups > 1:
             yield replace(self, sums=self.stages)
         yield self
 
     def smem_bytes(self, facts: "BackwardFacts") -> int:
-        """Shared memory: barriers, rows and dQ, with what aligns the others, and operands and dS."""
+        """Bytes of shared memory: barriers, rows and dQ, padding for alignment, operands and dS."""
         elements = self.kv_elements(facts) + self.tile_m * self.tile_n * self.ds_buffers
         dq = self.tile_m * facts.head_dim * self.sums
         first = -(-self.barrier_bytes(facts) // 128) * 128 + (self.tile_m * 2 * self.ring_q + dq) * FP32
@@ -126,9 +126,9 @@ class StepConfig(BackwardConfig):
 
 @dataclass(frozen=True)
 class AheadConfig(StepConfig):
-    """ahead_sm90: scores are computed ahead, by units of 64 query rows."""
+    """ahead_sm90: scores are prefetched in units of 64 query rows."""
 
-    stages_q: int = 0  # of Q's ring; 0: as many as dO's
+    stages_q: int = 0  # stages of Q's ring; 0: as many as dO's
     one_ds: bool = False  # dS has one buffer
 
     def __str__(self) -> str:
@@ -152,14 +152,14 @@ class AheadConfig(StepConfig):
 
 @dataclass(frozen=True)
 class SharedColumnsConfig(BackwardConfig):
-    """shared_columns_sm90: each of two warpgroups has all rows of K and half of the columns of dK and dV."""
+    """shared_columns_sm90: each of two warpgroups owns all rows of K and half of the columns of dK and dV."""
 
     storing_warps: ClassVar[int] = 0
 
-    query_tiles: int = 1  # of a step: 1, or one a warpgroup
-    dq_parts: int = 1  # in how many parts, one after the other, a warpgroup's dQ goes to memory
+    query_tiles: int = 1  # per step: 1, or one per warpgroup
+    dq_parts: int = 1  # consecutive parts in which a warpgroup's dQ is stored
     one_do: bool = False  # dO's ring has one stage
-    direct: bool = False  # dQ is added to memory from registers, not through shared memory
+    direct: bool = False  # dQ is accumulated in memory from registers, not through shared memory
 
     def __str__(self) -> str:
         return f"{super().__str__()} ahead{' direct' * self.direct} of columns, {self.query_tiles} query tiles"
@@ -168,7 +168,7 @@ class SharedColumnsConfig(BackwardConfig):
         return 1 if self.one_do else self.stages
 
     def variants(self, deterministic: bool) -> "Iterator[SharedColumnsConfig]":
-        """Configurations to try; what is added from registers has no order."""
+        """Configurations to try. Accumulation from registers (`direct`) is nondeterministic."""
         if not deterministic:
             yield self
             if not self.direct:
@@ -179,7 +179,7 @@ class SharedColumnsConfig(BackwardConfig):
             yield replace(copied, one_do=True)
 
     def smem_bytes(self, facts: "BackwardFacts") -> int:
-        """Shared memory: barriers and rows, which fill multiples of 1024 bytes, operands, P, dS, and parts of dQ."""
+        """Bytes of shared memory: barriers and rows, padded to 1024 bytes, operands, P, dS, and parts of dQ."""
         rows = self.step_rows
         elements = self.kv_elements(facts) + 2 * self.tile_n * rows
         dq = 0 if self.direct else rows * facts.head_dim // self.dq_parts
@@ -189,22 +189,22 @@ class SharedColumnsConfig(BackwardConfig):
 
 @dataclass(frozen=True)
 class BackwardFacts:
-    """Everything that selects one compiled kernel of dK, dV and of dQ's sums."""
+    """Everything that selects one compiled kernel for dK, dV and dq_accum."""
 
     family: ClassVar[str] = "flash backward"
     arch: str  # the compiler's target
     path: str
-    config: BackwardConfig | None  # None until one is picked
+    config: BackwardConfig | None  # None before `choose.pick`
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output
     window: WindowKind = WindowKind()
     softcap: bool = False
-    packed: bool = False  # sequences one after another, of lengths that the GPU reads
-    blocks: BlockKind | None = None  # of block-sparse attention, which has no window
-    deterministic: bool = False  # whether the sums of dQ are added up in the order of K's tiles (turns.py)
-    score: ScoreMod | None = None  # what becomes of the scores; then there is no softcap
-    score_sums: tuple[int, ...] = ()  # the tensors that it captures, by number, whose gradients are computed
+    packed: bool = False  # variable-length sequences, with cu_seqlens read on the GPU
+    blocks: BlockKind | None = None  # block-sparse attention, without a window
+    deterministic: bool = False  # True if KV tiles accumulate dQ in a fixed order (turns.py)
+    score: ScoreMod | None = None  # score_mod; excludes a softcap
+    score_sums: tuple[int, ...] = ()  # indices of score_mod's captured tensors that need a gradient
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
     grad_dtype: str | None = None  # of dQ, dK and dV; None: the operands'
 
@@ -218,39 +218,39 @@ class BackwardFacts:
 
     @cached_property
     def element(self) -> Element:
-        """Of Q, K, V, O and their gradients."""
+        """Element type of Q, K, V, O and their gradients."""
         return element_of(self.dtype)
 
     @cached_property
     def score_reads(self) -> list[Read]:
-        """What the score_mod reads of these tensors."""
+        """The score_mod's reads of the tensors in `score_sums`."""
         return self.score.reads(self.score_sums)
 
     @cached_property
     def keeps_scores(self) -> bool:
-        """Whether dS is computed of the scores, and P once more, and not of P times d score_mod / d score: where what
-        captured tensors get needs the scores, or P alone."""
+        """True if scores are kept for dS, which recomputes P from them; False if P times d score_mod / d score is kept.
+        Scores are kept if the gradients of captured tensors need the scores, or P by itself."""
         return bool(self.score_reads) and not (self.score.adds and not any(r.needs_score for r in self.score_reads))
 
     @property
     def stages_do(self) -> int:
-        """Of dO's ring."""
+        """Stages of dO's ring."""
         return self.config.ring_do(self.head_dim, self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory per CTA."""
         return self.config.smem_bytes(self)
 
 
 def overlaps(arch: str) -> bool:
-    """Whether a launch may begin before the one that it depends on has ended (programmatic dependent launch)."""
+    """True if the architecture has programmatic dependent launch: a secondary kernel starts before the primary ends."""
     return arch_named(arch).path == "sm_90"
 
 
 @dataclass(frozen=True)
 class PrepareFacts:
-    """Traits of the kernel before: LSE and delta of each row, and zeros for dq_accum and the semaphores of turns.py."""
+    """Traits of the prepare kernel: LSE and delta of each row, and zeros for dq_accum and its semaphores (turns.py)."""
 
     family: ClassVar[str] = "backward prepare"
     arch: str
@@ -258,10 +258,10 @@ class PrepareFacts:
     tile_m: int  # BackwardConfig's
     head_dim: int
     head_dim_v: int
-    lse_gradient: bool  # whether there is a gradient of LSE, too
+    lse_gradient: bool  # True if LSE has a gradient
     packed: bool
-    sinks: str | None = None  # dtype of the sinks, of which a gradient is wanted; None: of none
-    parts: int = 0  # semaphores of a query tile; 0 unless deterministic
+    sinks: str | None = None  # dtype of sinks that need a gradient; None: no such sinks
+    parts: int = 0  # semaphores per query tile; 0 unless deterministic
 
     def key(self) -> str:
         return repr(self)
@@ -269,7 +269,7 @@ class PrepareFacts:
 
 @dataclass(frozen=True)
 class ConvertFacts:
-    """Of the kernel after: dQ from its sums."""
+    """Traits of the convert kernel, which computes dQ from dq_accum."""
 
     family: ClassVar[str] = "backward dQ"
     arch: str

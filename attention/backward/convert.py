@@ -1,4 +1,4 @@
-"""After backward: dQ from its sums, scaled and rounded. A CTA does one query tile."""
+"""The convert kernel, last of backward: scale and round dq_accum to dQ. A CTA processes one query tile."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -48,7 +48,7 @@ class Convert:
     def kernel(self, dq: cute.Tensor, seqlens, mdQ: cute.Tensor, scale: Float32):
         facts, sums = self.facts, self.sums
         if const_expr(overlaps(facts.arch)):
-            cute.arch.griddepcontrol_wait()  # for the sums
+            cute.arch.griddepcontrol_wait()  # for dq_accum
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
         tile, h, b = place_of(number, mdQ.shape, cute.arch.grid_dim()[0])
@@ -63,7 +63,7 @@ class Convert:
         store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)
 
     def load(self, at, tidx) -> cute.Tensor:
-        """This thread's sums of the tile at an address."""
+        """This thread's values of dq_accum, for the tile at address `at`."""
         sums = self.sums
         acc, layout = cute.make_rmem_tensor(sums.values, Float32), cute.make_layout(sums.vector)
         for r in range(0, sums.values, sums.vector):

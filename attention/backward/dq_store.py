@@ -24,50 +24,50 @@ from .turns import TURN, end_turn, wait_for_turn
 STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
 
 
-def meeting(group: Int32, buffer: Int32 | int) -> Int32:
-    """Number of their barrier of a buffer of sums, from the first one on."""
+def barrier_offset(group: Int32, buffer: Int32 | int) -> Int32:
+    """Offset of a warpgroup's barrier for a dQ buffer from BACKWARD_FULL or BACKWARD_FREE."""
     return group + 2 * buffer
 
 
 @dataclass(frozen=True)
 class DqWork:
-    """One head's query tiles, and where a consumer warpgroup's parts of dQ go."""
+    """One head's query tiles, and the addresses of a consumer warpgroup's parts of dq_accum."""
 
     tiles: Any
-    first: Int32  # number of the head's first query tile, of those of all heads
-    dq: Int64  # address of the sums of dQ of all heads' first query tile
-    turns: Int64 | None  # address of this warpgroup's semaphore of the same tile; None unless deterministic
+    first: Int32  # index of the head's first query tile among those of all heads
+    dq: Int64  # address of dq_accum, that of query tile 0
+    turns: Int64 | None  # address of this warpgroup's semaphore of tile 0; None unless deterministic
 
     def dq_of(self, number: Int32, size: int) -> Int64:
-        """Address of the sums of the head's tile of a number, of `size` bytes a tile."""
+        """Address of dq_accum of the head's tile `number`, at `size` bytes per tile."""
         return self.dq + Int64(self.first + number) * size
 
     def turn_of(self, number: Int32, parts: int) -> Int64:
-        """Address of this warpgroup's semaphore of it, of `parts` semaphores a tile (turns.py)."""
+        """Address of this warpgroup's semaphore of tile `number`, at `parts` semaphores per tile (turns.py)."""
         return self.turns + Int64(self.first + number) * (parts * TURN)
 
 
 class DqStore:
-    """What a warp does with the parts of one consumer warpgroup, and where those are in shared memory."""
+    """Accumulates the dQ of one consumer warpgroup, by a warp, from buffers in shared memory."""
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
 
     def place_of(self, group: Int32, buffer: Int32 | int) -> Int32:
-        """Bytes from the first buffer's begin on."""
+        """Byte offset of a warpgroup's part of a buffer from the first buffer."""
         return group * self.part_bytes + buffer * (self.sums.size * FP32)
 
     @property
     def part_bytes(self) -> int:
-        """Of a warpgroup's sums."""
+        """Bytes of a warpgroup's part of a dQ buffer."""
         return self.sums.values * WARPGROUP * FP32
 
     @cute.jit
     def store(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
         """Add a consumer warpgroup's parts of dQ of a head's query tiles, by a warp; returns (left, at).
 
-        left: how many of all tiles come after those for which there are buffers. at: which buffer is next.
+        left: number of remaining tiles beyond those that have a buffer already. at: state of the next buffer.
         """
         first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
         for i in cutlass.range(work.tiles.count, unroll=1):
@@ -93,13 +93,13 @@ class DqStore:
 
     @cute.jit
     def store_in_turn(self, group: Int32, work: DqWork, sums: Int32, left: Int32, at):
-        """The same in one order, of two buffers.
+        """`store` in a deterministic order, with two buffers.
 
-        A tile's sums are on their way to memory while the next ones are given: a turn is ended when the next tile's
-        addition has been started, or, where that has to wait for its own turn, before it does.
+        A tile's bulk addition overlaps with the wait for the next buffer. Its semaphore is incremented once the next
+        tile's addition has been issued, or before the wait for the next tile's semaphore.
         """
         first, groups = cute.arch.lane_idx() == 0, self.cfg.groups
-        begun = Int32(-1)  # the query tile whose turn is not ended; -1: none
+        begun = Int32(-1)  # the query tile whose semaphore is not incremented yet; -1: none
         for i in cutlass.range(work.tiles.count, unroll=1):
             number, buffer = work.tiles.at(i), self.buffer_of(at)
             self.wait_for_full(group, buffer)
@@ -118,7 +118,7 @@ class DqStore:
                     end_turn(work.turn_of(begun, groups), True)
                 begun = number
             cute.arch.sync_warp()
-            if (i > 0) & (left >= 0):  # there are as many to come after the tile before
+            if (i > 0) & (left >= 0):  # a later tile will need the previous tile's buffer
                 self.free(group, 1 - buffer)
             left -= 1
             at.advance()
@@ -133,19 +133,20 @@ class DqStore:
 
     @cute.jit
     def add(self, group: Int32, work: DqWork, number: Int32, sums: Int32, buffer: Int32 | int):
-        """Start to add a part of a query tile's dQ to memory; by one thread."""
+        """Issue the bulk addition of a part of a query tile's dQ to memory; called by one thread."""
         to = work.dq_of(number, self.sums.size * FP32) + group * self.part_bytes
         bulk_add(to, sums + self.place_of(group, buffer), self.part_bytes)
         cute.arch.cp_async_bulk_commit_group()
 
     def wait_for_full(self, group: Int32, buffer: Int32 | int):
-        """Until a buffer of sums has been written."""
-        cute.arch.barrier(barrier_id=BACKWARD_FULL + meeting(group, buffer), number_of_threads=STORE_THREADS)
+        """Wait until a dQ buffer has been written."""
+        cute.arch.barrier(barrier_id=BACKWARD_FULL + barrier_offset(group, buffer), number_of_threads=STORE_THREADS)
 
     def free(self, group: Int32, buffer: Int32 | int):
-        """A buffer of sums may be written."""
-        cute.arch.barrier_arrive(barrier_id=BACKWARD_FREE + meeting(group, buffer), number_of_threads=STORE_THREADS)
+        """Release a dQ buffer to the consumer warpgroup."""
+        barrier = BACKWARD_FREE + barrier_offset(group, buffer)
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=STORE_THREADS)
 
     def buffer_of(self, at) -> Int32 | int:
-        """Of the step whose state is `at`."""
+        """The dQ buffer of the step with ring state `at`."""
         return at.index if self.cfg.sums > 1 else 0

@@ -1,8 +1,8 @@
-"""The sums of dQ: which fp32 value of a tile's array is which accumulator of which thread.
+"""Layout of dq_accum: maps the FP32 values of a tile to threads and their accumulator registers.
 
-CTAs add to a query tile's dQ in turn, and none needs to know rows and columns: values lie in the order of threads and
-their registers, those of `span` threads together. One bulk copy then adds a whole warpgroup's part on sm_90, and one
-instruction a warp's 32 neighbouring values on the sm_80 path.
+CTAs accumulate into a query tile's dQ without its rows and columns: values are in the order of threads and their
+registers, those of `span` threads together. One bulk copy then adds a whole warpgroup's part on sm_90, and one
+instruction adds a warp's 32 adjacent values on the sm_80 path.
 
     offset of value r of thread t   (t // span) * span * values + (r // vector * span + t % span) * vector + r % vector
 """
@@ -15,22 +15,22 @@ from cute_kernels.tile.hopper import WARPGROUP
 
 @dataclass(frozen=True)
 class DqSums:
-    """A tile (tile_m, head_dim) of `threads` threads."""
+    """Layout of a tile (tile_m, head_dim) across `threads` threads."""
 
     tile_m: int
     head_dim: int
     threads: int
     span: int
-    vector: int  # values that lie together
+    vector: int  # adjacent values of one thread
 
     @property
     def values(self) -> int:
-        """Of one thread."""
+        """Values per thread."""
         return self.tile_m * self.head_dim // self.threads
 
     @property
     def size(self) -> int:
-        """Of a tile."""
+        """Values per tile."""
         return self.tile_m * self.head_dim
 
     def offset(self, thread, r: int):
@@ -39,7 +39,7 @@ class DqSums:
 
 
 def sums_of(path: str, config, head_dim: int) -> DqSums:
-    """The order of a path's main kernel."""
+    """The layout of dq_accum in a path's main kernel."""
     if path == "sm_90":
         return DqSums(config.tile_m, head_dim, WARPGROUP * config.dq_groups, WARPGROUP, 4)
     return DqSums(config.tile_m, head_dim, WARP * config.groups, WARP, 1)

@@ -1,6 +1,6 @@
-"""Attention's backward as it runs: plan, three launches.
+"""Eager execution of attention's backward: a plan and three kernel launches.
 
-A call with metadata seen before costs a look-up and the launches.
+A call whose metadata is in the plan cache costs a lookup and the launches.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _PLANS = PlanCache(operands=3)
 
 
 class Terms(NamedTuple):
-    """What a call of attention computes, besides its tensors."""
+    """The arguments of an attention call other than its tensors."""
 
     bounds: tuple = (None, None)  # mask_mods.window_bounds
     softcap: float | None = None
@@ -49,16 +49,16 @@ class Terms(NamedTuple):
 
 @dataclass
 class BackwardPlan(CallPlan):
-    """What a backward runs. `function` is the main kernel's; `facts` its facts."""
+    """The kernels of a backward pass and their launch parameters. `function` and `facts` are the main kernel's."""
 
     prepare: object = None
     convert: object = None
     tiles: int = 0  # query tiles of all heads
-    scalars: tuple = ()  # the main kernel's, in its order
+    scalars: tuple = ()  # scalar arguments of the main kernel, in order
     scale: float = 1.0
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
-    # of (LSE, D) of each tile's rows, fp32 (tiles, 2, tile_m); of sums of dQ (tiles, tile_m * D); and of turns, int32
-    # (tiles, dq_groups), or None
+    # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
+    # of the semaphores, int32 (tiles, dq_groups), or None
     workspace: tuple = ()
 
 
@@ -78,20 +78,23 @@ def backward(
     score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dQ, dK, dV, dsinks) of CUDA tensors, of the shapes and dtypes of q, k, v and sinks; see Terms.grad_dtype.
+    """Return (dQ, dK, dV, dsinks) for CUDA tensors, with the shapes and dtypes of q, k, v and sinks; dQ, dK and dV have
+    Terms.grad_dtype if it is set.
 
     Args:
-        dout: the gradient of out, of its shape and of any strides. One that TMA cannot read is copied.
-        out, lse: what forward returned for q, k and v; see ops.attention for all shapes.
-        dlse: the gradient of lse, fp32; None: none.
-        cu_seqlens: (cu_seqlens_q, cu_seqlens_k) of packed sequences.
-        mask: the BlockMask; causal: whether it is used with the causal mask.
-        sinks: (H,), those of which a gradient is wanted.
-        score: the score_mod; sums: of tensors that it captures, by number, the fp32 sums that gradients are added to.
+        dout: the gradient of out, with its shape and any strides. It is copied if TMA cannot read it.
+        out, lse: the results of the forward pass for q, k and v; see ops.attention for all shapes.
+        dlse: the gradient of lse, FP32, or None.
+        cu_seqlens: (cu_seqlens_q, cu_seqlens_k) for packed sequences.
+        mask: the BlockMask.
+        causal: True if the causal mask is combined with `mask`.
+        sinks: (H,), if they need a gradient.
+        score: the score_mod.
+        sums: FP32 accumulators of the gradients of tensors that score_mod captures, by index.
     """
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return *(torch.zeros_like(t, dtype=terms.grad_dtype) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
-    if (dout.data_ptr() | out.data_ptr()) & 15:  # a plan knows of the alignment of q, k and v
+    if (dout.data_ptr() | out.data_ptr()) & 15:  # the plan's key has the alignment of q, k and v only
         dout, out = dout.clone(), out.clone()
     element, reads = None, ()
     if mask is not None:
@@ -126,7 +129,7 @@ def backward(
     rows, sums, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order = (turns,)
     if plan.facts.path == "sm_90":
-        order = *order, zeros(device, 1, torch.int32)  # the counter of tiles
+        order = *order, zeros(device, 1, torch.int32)  # the tile counter
     blocks = None
     if mask is not None:
         listed = ranks_of(mask) if plan.facts.deterministic else kv_order(mask, q.shape, k.shape[1], plan.facts)
@@ -139,7 +142,7 @@ def backward(
     plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
-        items = 1 if packed else len(q)  # the tiles of an item's head follow one another
+        items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
     return *gradients, sink_sums
 
@@ -147,7 +150,7 @@ def backward(
 def plan_backward(
     q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q, sinks: str | None = None
 ) -> BackwardPlan:
-    """Choose the kernels of a backward, of tensors that forward has checked."""
+    """Select the kernels of a backward pass. The forward pass has checked the tensors."""
     spec, sms = device_arch(q.get_device())
     packed = cu_q is not None
     facts = BackwardFacts(
@@ -190,12 +193,12 @@ def plan_backward(
     plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)
     bounds = None, None
-    if kind is None:  # no row is further than Sk from its first column or Sq from its last
+    if kind is None:  # a row is at most Sk from its first column and Sq from its last one
         limits = (cols, length) if terms.offsets is None else (MOST, MOST)
         bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, limits, strict=True))
     plan.scalars = scale_log2, cap, plan.scale, *bounds, terms.offsets
     if facts.path == "sm_90":
-        plan.scalars += (sms * facts.config.ctas,)  # as many CTAs as run at once
+        plan.scalars += (sms * facts.config.ctas,)  # CTAs resident at the same time
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts))
@@ -203,19 +206,19 @@ def plan_backward(
 
 
 def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None) -> Tensor | None:
-    """dsinks where no row sees anything, so that LSE (B, H, Sq) or (H, total_q) is the sinks."""
+    """dsinks if every row is fully masked, so that LSE (B, H, Sq) or (H, total_q) equals the sinks."""
     if sinks is None or dlse is None:
         return None if sinks is None else torch.zeros_like(sinks)
     return dlse.sum([i for i in range(dlse.dim()) if i != dlse.dim() - 2]).to(sinks.dtype)
 
 
 def lists_of(mask) -> tuple:
-    """A BlockMask's lists by columns, made once."""
+    """The transposed lists of a BlockMask (by KV block), cached."""
     return cache_of(mask).get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
 
 
 def ranks_of(mask) -> Tensor:
-    """How many blocks of a BlockMask's row are listed before each, int32 (B, H, Mq, Mk), made once."""
+    """Number of nonzero blocks before each block in its row of a BlockMask, int32 (B, H, Mq, Mk), cached."""
 
     def make() -> tuple[Tensor]:
         listed = torch.logical_or(*mask.tables())
@@ -225,7 +228,7 @@ def ranks_of(mask) -> Tensor:
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
-    """The order in which tiles of K are begun, int32, made once; see problem.OrderedKvScheduler. shape: Q's."""
+    """The order in which KV tiles are started, int32, cached; see problem.OrderedKvScheduler. shape: Q's."""
     batch, heads, rows, _ = shape
     per_head, tile_n = heads // heads_kv, facts.config.tile_n
     l2_heads = heads_in_l2(rows, bytes_of_a_row(facts) * per_head)

@@ -1,4 +1,4 @@
-"""The kernels of backward as families: what tools and tests know of them."""
+"""Kernel families of attention's backward, for tools and tests."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ OPS = "attention", "block_sparse_attention"
 
 
 class FlashBackward(Family):
-    """dK and dV of a tile of K and V a CTA, and its part of dQ."""
+    """The main kernel: each CTA computes dK and dV of a KV tile, and accumulates into dQ."""
 
     name = "flash backward"
     ops = OPS
@@ -79,19 +79,19 @@ class FlashBackward(Family):
         switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
         switches += (("packed", facts.packed), ("in one order", facts.deterministic), ("offsets", facts.offsets))
         switches += ((f"to {short(facts.grad_dtype)}", facts.grad_dtype),)
-        more = [text for text, there in switches if there]
+        features = [text for text, enabled in switches if enabled]
         if facts.score:
-            more.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))
+            features.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))
         if facts.blocks:
             mask = facts.blocks.mask
             kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
-            more.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
+            features.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
         return {
             "path": facts.path,
             "configuration": str(facts.config),
             "problem": f"dK, dV D {_dims(facts.head_dim, facts.head_dim_v)}",
             "operands": short(facts.dtype),
-            "epilogue": " ".join(more),
+            "epilogue": " ".join(features),
         }
 
 
@@ -111,10 +111,10 @@ class BackwardPrepare(Family):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[PrepareFacts]:
         kernels = FLASH_BACKWARD.catalogue(arch, quick)
-        found = [prepare_of(facts, lse) for facts in kernels for lse in (False, True)]
+        prepares = [prepare_of(facts, lse) for facts in kernels for lse in (False, True)]
         with_sinks = (facts for facts in kernels if facts.packed or facts.head_dim == 64)
-        found += [prepare_of(facts, facts.packed, "bfloat16") for facts in with_sinks]
-        return list(dict.fromkeys(found))
+        prepares += [prepare_of(facts, facts.packed, "bfloat16") for facts in with_sinks]
+        return list(dict.fromkeys(prepares))
 
     def bundle(self, op: str, request: Request) -> Iterator[PrepareFacts]:
         return (prepare_of(facts, False) for facts in FLASH_BACKWARD.bundle(op, request))
@@ -122,17 +122,17 @@ class BackwardPrepare(Family):
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
         switches = (("of LSE, too", facts.lse_gradient), ("packed", facts.packed))
         switches += ((f"sinks {short(facts.sinks)}", facts.sinks), (f"{facts.parts} semaphores", facts.parts))
-        more = [text for text, there in switches if there]
+        features = [text for text, enabled in switches if enabled]
         return {
             "configuration": f"rows of {facts.tile_m}",
             "problem": f"delta D {_dims(facts.head_dim, facts.head_dim_v)}",
             "operands": short(facts.dtype),
-            "epilogue": " ".join(more),
+            "epilogue": " ".join(features),
         }
 
 
 class BackwardConvert(Family):
-    """dQ from its sums."""
+    """Scale and round dq_accum to dQ."""
 
     name = "backward dQ"
     ops = OPS
@@ -162,13 +162,13 @@ class BackwardConvert(Family):
 
 
 def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
-    """Of the kernel before the one of such facts."""
+    """Facts of the prepare kernel that precedes a main kernel."""
     terms = facts.config.tile_m, facts.head_dim, facts.head_dim_v, lse_gradient, facts.packed, sinks
     return PrepareFacts(facts.arch, facts.dtype, *terms, facts.config.dq_groups if facts.deterministic else 0)
 
 
 def convert_of(facts: BackwardFacts) -> ConvertFacts:
-    """Of the kernel after the one of such facts."""
+    """Facts of the convert kernel that follows a main kernel."""
     terms = facts.config, facts.head_dim, facts.packed, facts.grad_dtype
     return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 

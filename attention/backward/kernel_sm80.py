@@ -2,9 +2,9 @@
 
     all warps    copy, multiply, and compute P and dS of their own rows of K and V (warps.py, mainloop_sm80.py)
 
-One CTA does one tile of K and V. It visits the query tiles of all heads that share its head of K and V, so that dK and
-dV are written once, and in the same order in every run. dQ is added up in memory, by whichever CTA comes first. For
-sm_80 and newer.
+Each CTA processes one KV tile. It iterates over the query tiles of all heads that share its head of K and V, so that dK
+and dV are written once, with bitwise identical results in every run. dQ is accumulated in memory by all CTAs; the order
+is nondeterministic without semaphores (turns.py). For sm_80 and newer.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from .warps import MMA_ROWS
 
 @dataclass(frozen=True)
 class Lines:
-    """An operand's lines of one item, in all its heads: `end` of them from `begin` on. Those after become zeros."""
+    """Rows of an operand in one batch, for all heads: `end` rows from row `begin` on. Later rows are zero-filled."""
 
     op: OperandTile
     mX: cute.Tensor  # (B, H, S, D)
@@ -61,20 +61,20 @@ class FlashBackwardSm80:
         mdO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mdK: cute.Tensor,  # as K
         mdV: cute.Tensor,  # as V
-        rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
-        dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
-        turns: cute.Tensor | None,  # (B * H * tiles, warps) int32 of zeros; where sums have one order (turns.py)
+        rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
+        dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
+        turns: cute.Tensor | None,  # (B * H * tiles, warps) int32 zeros; deterministic (turns.py)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
-        blocks: tuple | None,  # see problem.problem_of; of a block mask
-        score_tensors: tuple | None,  # what a score_mod reads
-        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
+        blocks: tuple | None,  # see problem.problem_of; block mask
+        score_tensors: tuple | None,  # tensors that score_mod reads
+        score_sums: tuple | None,  # FP32 gradient accumulators of those that need a gradient
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
-        left: Int32 | None,  # None of a block mask
+        left: Int32 | None,  # None with a block mask
         right: Int32 | None,
-        offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
+        offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets
         stream: cuda.CUstream,
     ):
         p = problem_of(self.facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right, offsets)
@@ -129,10 +129,10 @@ class FlashBackwardSm80:
         stage, number, copied = Int32(0), Int32(0), cutlass.Boolean(False)
         for g in cutlass.range(heads, unroll=1):
             h = tile.h_kv * heads + g
-            more = cutlass.min(g + 1, heads - 1)
+            next_g = cutlass.min(g + 1, heads - 1)
             tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-            of_next = source.for_tile(tile.n, tile.h_kv * heads + more, tile.b, seqlen)
-            goes_on, next_first = (more > g) & (of_next.count > 0), of_next.at(0)
+            of_next = source.for_tile(tile.n, tile.h_kv * heads + next_g, tile.b, seqlen)
+            has_next, next_first = (next_g > g) & (of_next.count > 0), of_next.at(0)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
             work = Work(
                 source, tiles, seqlen, tile.b, h, col, col0, first, dq.iterator.toint(), of_turns, scale_log2, softcap,
@@ -146,18 +146,18 @@ class FlashBackwardSm80:
             for i in cutlass.range(tiles.count, unroll=1):
                 last = i + 1 == tiles.count
                 then = select_(last, next_first, tiles.at(i + 1))
-                exists = goes_on | (i + 1 < tiles.count)
+                exists = has_next | (i + 1 < tiles.count)
                 following = exists, h + Int32(last), then, first + scheduler.tiles_q * Int32(last)
                 self.visit(c, work, (from_q, from_do, rows), i, number, stage, following)
                 stage = (stage + 1) % cfg.stages
                 number = then
-            copied = goes_on & (tiles.count > 0)
+            copied = has_next & (tiles.count > 0)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         self.store(c, (mdK, mdV), scheduler, seqlens, scale)
 
     def visit(self, c: Consumer, work: Work, sources: tuple, i: Int32, number: Int32, stage: Int32, following: tuple):
-        """A step over query tile i of a head; `following`: (whether there is one, head, tile, number) of the next."""
+        """Process query tile i of a head. `following` is the next tile: (exists, head, tile, the head's first tile)."""
         from_q, from_do, rows = sources
         exists, h, n, first = following
 
@@ -171,7 +171,7 @@ class FlashBackwardSm80:
 
     @cute.jit
     def store(self, c: Consumer, gradients: tuple, scheduler, seqlens, scale: Float32):
-        """dK and dV of this thread. Its tile is looked up again, so that nothing of it stays in registers before."""
+        """Store dK and dV of this thread. The tile is decoded again, so that the mainloop keeps no registers for it."""
         split, thread = self.mainloop.warps.kv, read_special_register("tid.x")
         tile = scheduler.decode(read_special_register("ctaid.x"))
         seqlen = seqlens.of(tile.b)
@@ -188,7 +188,7 @@ class FlashBackwardSm80:
     # ------------------------------------------------------------------ global memory -> shared memory
 
     def stage_do(self, stage: Int32):
-        """Bytes from the first operand in shared memory to a stage of dO."""
+        """Byte offset of a stage of dO from the first operand in shared memory."""
         begin = self.mainloop.begin["dO"]
         return begin if self.facts.stages_do == 1 else begin + stage * self.mainloop.ops["dO of dP"].bytes
 
@@ -204,7 +204,7 @@ class FlashBackwardSm80:
 
     @cute.jit
     def copy_q(self, c: Consumer, lines: Lines, rows, h: Int32, n: Int32, first: Int32, stage: Int32):
-        """Query tile n of head h, whose tiles are numbered from `first` on: Q, LSE and delta."""
+        """Copy Q, LSE and delta of query tile n of head h. The head's tiles have indices from `first` on."""
         self.copy(lines, h, n, c.smem + self.mainloop.begin["Q"] + stage * lines.op.bytes)
         size = const_expr(2 * self.cfg.tile_m)
         vector = const_expr(CHUNK // FP32)
@@ -224,7 +224,7 @@ class FlashBackwardSm80:
     def copy(self, lines: Lines, h: Int32, n: Int32, to: Int32):
         """Copy tile n of head h of an operand to address `to`.
 
-        Neighbouring threads copy neighbouring chunks, `op.chunks` of a line at a time.
+        Adjacent threads copy adjacent chunks, `op.chunks` of a row at a time.
         """
         op = lines.op
         line, element = first_vector(op, read_special_register("tid.x"))
@@ -235,20 +235,20 @@ class FlashBackwardSm80:
 
     @cute.jit
     def copy_vectors(self, lines: Lines, line: Int32, element: Int32, h: Int32, n: Int32, to: Int32):
-        """The vectors of the thread whose first one is (line, element)."""
+        """Copy this thread's vectors, the first of which is at (line, element)."""
         op, stride = lines.op, lines.mX.stride
         size = const_expr(op.element.width)
         pitch = Int64(stride[2]) * size
         row = n * op.lines + line
-        zero = zero_of(row)  # so that nothing of this is computed before a loop
+        zero = zero_of(row)  # keeps the compiler from hoisting these addresses out of a loop
         head = (Int64(lines.b + zero) * stride[0] + Int64(h + zero) * stride[1] + element) * size
         source = lines.mX.iterator.toint() + head + (lines.begin + row) * pitch
         offset = op.offset(line, element * size)
         passed = const_expr(0)
-        for more, byte in const_expr(vectors(op)):
-            if const_expr(more > passed):
-                source = source + (more - passed) * pitch
-                passed = const_expr(more)
-            x, add = op.split(more, byte)
-            valid = row + more < lines.end
+        for offset_row, byte in const_expr(vectors(op)):
+            if const_expr(offset_row > passed):
+                source = source + (offset_row - passed) * pitch
+                passed = const_expr(offset_row)
+            x, add = op.split(offset_row, byte)
+            valid = row + offset_row < lines.end
             self.mainloop.tile_steps.copy_vector(op, source + byte, to + (offset ^ x) + add, valid)

@@ -1,21 +1,21 @@
-"""The sm_90 kernel of attention's backward: persistent, warp-specialised, TMA in, WGMMA, dK and dV from registers.
+"""The sm_90 kernel of attention's backward: persistent, warp-specialized, TMA loads, WGMMA, dK and dV from registers.
 
-    warpgroup 0      producer; one of its warps issues all TMA loads; one for each consumer adds dQ's sums to memory
+    warpgroup 0      producer; one warp issues all TMA loads; one warp per consumer adds dQ to dq_accum
     warpgroups 1..   consumers; each owns 64 rows of K and V (mainloop_sm90)
 
     pipeline   producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   1 thread for each consumer warp; one stage each
+    K, V       1 thread + bytes of TMA   1 thread per consumer warp; one stage each
     Q, dO      see mainloop_sm90
-    queue      the producer warp         all threads of consumers and warps that store; tile_queue.SLOTS stages
+    queue      the producer warp         all threads of consumers and storing warps; tile_queue.SLOTS stages
 
-    named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeros
-                     2 to 5   each consumer and its storing warp: its part of dQ is in a buffer of sums
-                     6 to 9   the same: the buffer has been read
+    named barriers   1        all consumers: dS is in shared memory, or rows past the end are zeroed
+                     2 to 5   a consumer and its storing warp: its part of dQ is in a buffer
+                     6 to 9   a consumer and its storing warp: the buffer has been read
 
-For a tile of K and V a CTA visits the query tiles of all heads that share that head, so that dK and dV are written
-once, and in the same order in every run. dQ is accumulated in memory, in any order or in one (turns.py). CTAs fetch the
-numbers of their tiles (forward/tile_queue.py). The next tile's K and V are loaded while this one's dK and dV are
-stored, which come straight from registers.
+For each KV tile a CTA iterates over the query tiles of all heads that share the head of K and V, so that dK and dV are
+written once, with bitwise identical results in every run. dQ is accumulated in memory, nondeterministically or ordered
+by semaphores (turns.py). CTAs fetch tile indices from a queue (forward/tile_queue.py). K and V of the next tile are
+loaded while dK and dV of this tile are stored from registers.
 """
 
 import cuda.bindings.driver as cuda
@@ -41,8 +41,8 @@ from .store import store_fragment
 from .turns import TURN
 
 MAINLOOPS = {StepConfig: MainloopSm90, AheadConfig: AheadSm90, SharedColumnsConfig: SharedColumnsSm90}
-REGISTERS = {1: (24, 232), 2: (24, 240)}  # a thread of (producer, consumers), by number of consumers
-FETCH_AHEAD = 2  # query tiles that are left of a tile of K when the next one is fetched
+REGISTERS = {1: (24, 232), 2: (24, 240)}  # per thread of (producer, consumers), by number of consumer warpgroups
+FETCH_AHEAD = 2  # remaining query tiles of a KV tile when the next KV tile is fetched
 
 
 class FlashBackwardSm90:
@@ -70,21 +70,21 @@ class FlashBackwardSm90:
         mdO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
         mdK: cute.Tensor,  # as K
         mdV: cute.Tensor,  # as V
-        rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) fp32
-        dq: cute.Tensor,  # row_tiles: (B * H * tiles, tile_m * D) fp32; sums are added to it
-        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 of zeros; deterministic (turns.py)
+        rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
+        dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
+        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 zeros; deterministic (turns.py)
         counter: cute.Tensor,  # (1,) int32, 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
-        blocks: tuple | None,  # see problem.problem_of; of a block mask
-        score_tensors: tuple | None,  # what a score_mod reads
-        score_sums: tuple | None,  # of those that get gradients, the fp32 sums that these are added to
+        blocks: tuple | None,  # see problem.problem_of; block mask
+        score_tensors: tuple | None,  # tensors that score_mod reads
+        score_sums: tuple | None,  # FP32 gradient accumulators of those that need a gradient
         scale_log2: Float32,
         softcap: Float32,
         scale: Float32,  # of dK
-        left: Int32 | None,  # None of a block mask
+        left: Int32 | None,  # None with a block mask
         right: Int32 | None,
-        offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
+        offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -109,7 +109,7 @@ class FlashBackwardSm90:
         ).launch(
             grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
-            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # unnamed, the DSL would ask a GPU for it
+            preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # without it the DSL would query a GPU
             stream=stream, use_pdl=True,
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ class FlashBackwardSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipe_k, pipe_v, pipe_q, pipe_do, pipe_queue = self.mainloop.make_pipelines(storage, self.arrivals["queue"])
         queue = TileQueue(pipe_queue, storage.slots.get_tensor(cute.make_layout((FIELDS, SLOTS))), counter)
-        cute.arch.griddepcontrol_wait()  # for what `prepare` writes
+        cute.arch.griddepcontrol_wait()  # for the outputs of the prepare kernel
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[cfg.groups][0])
             if warp == 0:
@@ -203,7 +203,7 @@ class FlashBackwardSm90:
                     pipe_v.consumer_release(at_kv)
                 at_kv.advance()
                 if const_expr(not cfg.storing_warps):
-                    self.mainloop.drain(c)  # others wait for its turns, and the CTA for its sums to be read
+                    self.mainloop.drain(c)  # other CTAs wait for the semaphores, this CTA for its dQ buffers' reads
                 index, fields = queue.consume(len(fields), at_queue)
                 at_queue.advance()
                 self.store(c, (mdK, mdV), tile, seqlen, scale)
@@ -212,12 +212,12 @@ class FlashBackwardSm90:
     def steps_by_units(
         self, c: Consumer, storage, terms: tuple, source, scheduler, seqlen, tile, rings: tuple
     ):  # fmt: skip
-        """All query tiles that see a tile of K and V; returns the states of Q's and dO's rings after them.
+        """Process all query tiles that attend to a KV tile; returns the states of Q's and dO's rings after them.
 
-        rings: those before, and the state of K's and V's.
+        rings: the states of Q's, dO's and K's and V's rings before.
         """
         at_q, at, at_kv = rings
-        begin = Int32(0)  # the first head that sees the tile
+        begin = Int32(0)  # the first head that attends to the tile
         if const_expr(self.facts.blocks is not None):
             begin = self.first_head(source, scheduler, seqlen, tile)
         begun = at.count
@@ -234,13 +234,14 @@ class FlashBackwardSm90:
         return at_q, at
 
     def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
-        """Of head g of those that share the tile's head of K and V. terms: Work's from scale_log2 on."""
+        """The Work of query head g within the tile's head of K and V. terms: Work's fields from scale_log2 on."""
         h = tile.h_kv * scheduler.qhead_per_kvhead + g
         tiles = source.for_tile(tile.n, h, tile.b, seqlen)
         return Work(source, tiles, seqlen, tile.b, h, tile.n * self.cfg.tile_n, *terms)
 
     def dq_work_of(self, tiles, h, part, memory: tuple, scheduler, seqlens, seqlen, tile) -> DqWork:
-        """Where a consumer warpgroup's dQ of a head goes. part: of those that have turns; memory: (sums, turns)."""
+        """The destination of a consumer warpgroup's dQ of a head. part: index among the semaphores of a tile; memory:
+        (dq_accum, semaphores)."""
         cfg, (dq, turns) = self.cfg, memory
         first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
         first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
@@ -249,7 +250,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def store(self, c: Consumer, gradients: tuple, tile, seqlen, scale: Float32):
-        """dK and dV of this thread."""
+        """Store dK and dV of this thread."""
         mdK, mdV = gradients
         col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
         flat = cute.make_tensor(c.acc_dK.iterator, cute.make_layout(cute.size(c.acc_dK)))
@@ -261,7 +262,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def zero_rows_past_the_end(self, storage, valid: Int32):
-        """Zero the rows of K and V that belong to the next sequence; all of a tile that has none of its own."""
+        """Zero the rows of K and V that belong to the next sequence, possibly the whole tile."""
         if valid < self.cfg.tile_n:
             for place, layout in self.mainloop.lines_of_kv(storage):
                 self.mainloop.zero_rows(place, layout, Int32(0), valid)
@@ -270,7 +271,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def steps(self, source, scheduler, seqlen, tile) -> Int32:
-        """How many query tiles see the CTA's tile of K and V, of all heads."""
+        """Number of query tiles, over all heads, that attend to the CTA's KV tile."""
         count, heads = Int32(0), scheduler.qhead_per_kvhead
         for g in cutlass.range(heads, unroll=1):
             count += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
@@ -278,7 +279,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def first_head(self, source, scheduler, seqlen, tile) -> Int32:
-        """The first of the heads that share a head of K and V with query tiles that see the CTA's; 0: perhaps none."""
+        """The first query head of the KV head with query tiles that attend to the CTA's KV tile; 0 if there is none."""
         first, heads = Int32(0), scheduler.qhead_per_kvhead
         for g in cutlass.range(heads, unroll=1):
             from_last = heads - 1 - g
@@ -290,7 +291,7 @@ class FlashBackwardSm90:
     def store_dq(
         self, group: Int32, sums: Int32, memory: tuple, queue: TileQueue, source, scheduler, seqlens
     ):  # fmt: skip
-        """Add a consumer warpgroup's parts of dQ to memory: a warp's work."""
+        """Add a consumer warpgroup's parts of dQ to dq_accum, by one warp."""
         cfg, facts = self.cfg, self.facts
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.sums)
         at_queue = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, SLOTS)
@@ -317,7 +318,7 @@ class FlashBackwardSm90:
 
     @cute.jit
     def produce(self, operands: tuple, rows: tuple, pipes: tuple, queue: TileQueue, source, scheduler, seqlens):
-        """Load this CTA's tiles of K and V, and all query tiles that see them.
+        """Load this CTA's KV tiles, and all query tiles that attend to them.
 
         operands: (TMA atom, smem, tensor) of Q, dO, K and V. rows: `partition_tiles` of LSE and delta.
         """
@@ -339,7 +340,7 @@ class FlashBackwardSm90:
             k_part = self.partition(*k, (cfg.tile_n, facts.head_dim), seqlen.k0)
             v_part = self.partition(*v, (cfg.tile_n, facts.head_dim_v), seqlen.k0)
             place = tile.n, 0, tile.h_kv, seqlen.b
-            for pipe, part in ((pipe_v, v_part), (pipe_k, k_part)):  # V is free first
+            for pipe, part in ((pipe_v, v_part), (pipe_k, k_part)):  # V is released first
                 pipe.producer_acquire(at_kv)
                 self.load(part, place, pipe, at_kv, at_kv.index)
             at_kv.advance()
@@ -352,7 +353,7 @@ class FlashBackwardSm90:
                 first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
                 for i in cutlass.range(self.mainloop.step_count(tiles.count), unroll=1):
-                    # Early enough that it is there in time, and no earlier; see forward/kernel_sm90.py.
+                    # Early enough to hide its latency, and no earlier; see forward/kernel_sm90.py.
                     if (h == last) & (i == fetch_at):
                         number = queue.fetch(step)
                     numbers = self.mainloop.numbers(tiles, i)
@@ -368,9 +369,9 @@ class FlashBackwardSm90:
         cute.arch.griddepcontrol_launch_dependents()
 
     def load_step(self, parts: tuple, pipes: tuple, numbers: list, first, head: tuple, at_q, at):
-        """Load the query tiles `numbers` of a head and item.
+        """Load the query tiles `numbers` of a head and batch.
 
-        parts: of Q, dO and rows, which has those of the head from number `first` on.
+        parts: partitions of Q, dO and rows. The head's tiles in rows have indices from `first` on.
         """
         (q, do, rows), (_, _, pipe_q, pipe_do) = parts, pipes
         pieces = list(enumerate(self.mainloop.coordinates(numbers)))
@@ -384,27 +385,27 @@ class FlashBackwardSm90:
             self.load(do, (m, 0, *head), pipe_do, at, at.index * len(pieces) + j)
 
     def load(self, part: tuple, tile: tuple, pipe, at, index):
-        """Load a tile of an operand to a place of its ring that is free."""
+        """Load a tile of an operand to a free stage of its ring."""
         tma, sX, gX = part
         cute.copy(tma, gX[(None, *tile)], sX[None, index], tma_bar_ptr=pipe.producer_get_barrier(at))
 
     def rows_layout(self) -> cute.Layout:
-        """The ring of LSE and delta, (2 * tile_m, 1, PIPE): of a query tile LSE, and behind it delta.
+        """Layout of the ring of LSE and delta, (2 * tile_m, 1, PIPE): LSE of a query tile, followed by its delta.
 
-        They are loaded by TMA tensors, too. compute-sanitizer knows of an mbarrier only the threads that arrive at it,
-        and reports a copy without a tensor (cp.async.bulk) as one that overwrites what other lanes still read.
+        They are loaded with TMA tensor copies. compute-sanitizer tracks only the threads that arrive at an mbarrier,
+        and reports a copy without a tensor map (cp.async.bulk) as a write to data that other lanes still read.
         """
         size, stages = 2 * self.cfg.tile_m, self.cfg.ring_q * self.cfg.query_tiles
         return cute.make_layout((size, 1, stages), stride=(1, size, size))
 
     def partition(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple, begin) -> tuple:
-        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand, its tiles from row `begin` on."""
+        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, heads, batch)) of an operand, for tiles from row `begin`."""
         if self.facts.packed:
             tensor = cute.domain_offset((begin, 0, 0, 0), tensor)
         return self.partition_tiles(tma, smem, tensor, tile)
 
     def partition_tiles(self, tma: cute.CopyAtom, smem: cute.Tensor, tensor: cute.Tensor, tile: tuple) -> tuple:
-        """The same of a tensor of any rank, all of its tiles: (TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, ...))."""
+        """(TMA atom, (TMA, PIPE), (TMA, rest_0, rest_1, ...)) of all tiles of a tensor of any rank."""
         tiles = cute.local_tile(tensor, tile, (None,) * cute.rank(tensor))
         sX, gX = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)

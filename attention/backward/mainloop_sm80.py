@@ -1,18 +1,18 @@
-"""The sm_80 mainloop of attention's backward: what all warps do with each query tile.
+"""The sm_80 mainloop of attention's backward: the steps of all warps for each query tile.
 
     smem     | K | V | Q 0 | Q 1 | .. | dO 0 | .. | P | dS | rows 0 | rows 1 | ..     rows: LSE and delta
 
-Scores are computed transposed, as on sm_90: P' and dS' come out of the accumulators as A operands of dV and dK. A step
-over query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), where warps have all columns of their
-scores (warps.py):
+Scores are computed transposed, as on sm_90: the accumulators of P' and dS' become A operands of dV and dK. A step over
+query tile i, with dK and dV in registers (FlashAttention-2, Dao 2023), if warps have all columns of their scores
+(warps.py):
 
     wait Q[i] and dO[i], __syncthreads -> copy Q[i + 1] -> S' = K Q[i]' -> dP' = V dO[i]' -> P', dS'
-    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> add dQ = dS K up
+    dS' to shared memory -> dV += P' dO[i] -> __syncthreads -> copy dO[i + 1] -> dK += dS' Q[i] -> dq_accum += dS K
 
-dO then needs one stage. Where warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A
-ring of one stage is copied to after a third barrier, when dV and dK have been computed, and so during dQ.
+dO then needs one stage. If warps exchange P' as well, dV waits for the second barrier, and dO has a ring like Q. A ring
+of one stage is refilled after a third barrier, once dV and dK have been computed, so that the copy overlaps with dQ.
 
-dS and P have one buffer: the first barrier of a step comes after all reads of the step before.
+dS and P have one buffer each: the first barrier of a step comes after all reads of the previous step.
 """
 
 from collections.abc import Callable
@@ -36,15 +36,15 @@ from .turns import TURN, end_turn, wait_for_turn
 from .warps import MMA_ROWS
 
 ALIGN = 1024  # bytes, of shared memory
-COLUMNS = 32  # of a product, multiplied from one set of fragments of B
+COLUMNS = 32  # columns of a matmul computed from one set of B fragments
 
 
 @dataclass(frozen=True)
 class Part:
     """A warp's rows of an operand in shared memory.
 
-    `lanes`: addresses of this lane's eight elements in the first fragments, if the tile were the first thing in shared
-    memory; later fragments are at fixed distances of these. `begin`: bytes from there to the tile.
+    lanes: addresses of this lane's eight elements in the first fragments, for a tile at the start of shared memory;
+    later fragments are at fixed offsets from these. begin: byte offset of the tile from there.
     """
 
     op: OperandTile
@@ -52,32 +52,32 @@ class Part:
     begin: int
 
     def moved(self, by) -> "Part":
-        """The same in another stage."""
+        """The same operand in another stage, `by` bytes further."""
         return Part(self.op, tuple(lane + by for lane in self.lanes), self.begin)
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a warp needs for all query tiles: where operands are in shared memory, and its accumulators."""
+    """State of a warp across all query tiles: addresses of operands in shared memory, and accumulators."""
 
     smem: Int32  # address of the first operand
-    parts: dict  # of each use of an operand, see MainloopSm80.operands
-    scores: Int32  # address of this thread's first scores, if dS were the first in shared memory
-    column: Int32  # of S', the warp's first
+    parts: dict  # Part of each use of an operand, see MainloopSm80.operands
+    scores: Int32  # address of this thread's first scores, for a dS at the start of shared memory
+    column: Int32  # the warp's first column of S'
     acc_dK: cute.Tensor  # (MMA, MMA_M, MMA_N)
     acc_dV: cute.Tensor
 
 
 @dataclass(frozen=True)
 class Loads:
-    """How the kernel copies: `q(tile, stage)` Q and rows of a query tile, `do(tile, stage)` its dO."""
+    """Callbacks that copy the next query tile: `q(stage)` its Q and rows, `do(stage)` its dO."""
 
     q: Callable
     do: Callable
 
 
 class MainloopSm80:
-    """Steps over the query tiles of one tile of K and V; also the storage and registers that they need."""
+    """Steps over the query tiles of one KV tile, with their storage and registers."""
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
@@ -87,13 +87,14 @@ class MainloopSm80:
         self.begin = self.begins()
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
         self.tile_steps = TileSteps(self.dtype)
-        self.tiles_n = facts.config.tile_n // self.warps.scores.rows // MMA_ROWS  # of mma.sync, of a warp's scores
-        self.width = facts.config.tile_m // self.warps.scores.columns  # of a warp's scores
+        self.tiles_n = facts.config.tile_n // self.warps.scores.rows // MMA_ROWS  # MMA tiles of a warp's scores
+        self.width = facts.config.tile_m // self.warps.scores.columns  # columns of a warp's scores
 
     def operands(self) -> dict:
-        """Each use of an operand: (its layout in shared memory, how its rows are shared by warps).
+        """The OperandTile of each use of an operand: its layout in shared memory, and the split of its rows across
+        warps.
 
-        One name's tile may have two uses, with rows and columns exchanged: the memory is the same.
+        An operand may have two uses, with rows and columns exchanged, on the same memory.
         """
         cfg, facts, warps = self.cfg, self.facts, self.warps
         threads, dim, dim_v, element = WARP * cfg.groups, facts.head_dim, facts.head_dim_v, facts.element
@@ -118,11 +119,11 @@ class MainloopSm80:
         }
 
     def first_row(self, warp: Int32) -> Int32:
-        """The first of a warp's rows of S'."""
+        """A warp's first row of S'."""
         return self.warps.scores.of(warp)[0] * (MMA_ROWS * self.tiles_n)
 
     def begins(self) -> dict:
-        """Bytes from the first operand in shared memory to each one."""
+        """Byte offset of each operand from the first one in shared memory."""
         cfg, ops = self.cfg, self.ops
         sizes = {
             "K": ops["K of S"].bytes,
@@ -136,7 +137,7 @@ class MainloopSm80:
         return {name: sum(list(sizes.values())[:i]) for i, name in enumerate(sizes)}
 
     def consumer(self, warp: Int32, lane: Int32) -> Consumer:
-        """The shared memory and registers of a warp."""
+        """Allocate the shared memory and registers of a warp."""
         cfg, facts, ops, warps = self.cfg, self.facts, self.ops, self.warps
         smem = cutlass.memory.SmemAllocator().allocate(facts.smem_bytes, byte_alignment=ALIGN).toint()
         shares = {"S": warps.scores, "dP": warps.scores, "dV": warps.kv, "dK": warps.kv, "dQ": warps.dq}
@@ -158,11 +159,11 @@ class MainloopSm80:
 
     @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, number: Int32, stage: Int32, loads: cutlass.Constexpr):
-        """dK, dV and dQ of query tile i of a head, tile `number` of its rows; `stage` is that of Q's ring."""
+        """Compute dK, dV and dQ of query tile i of a head, which has index `number` among all. stage: of Q's ring."""
         cfg, ops, facts = self.cfg, self.ops, self.facts
         stage_do = stage if const_expr(facts.stages_do > 1) else Int32(0)
-        # Registers do not suffice for all that could be computed before the loop: addresses that the swizzles make of
-        # `parts`, and the bounds of a window.
+        # `zero` keeps the compiler from hoisting swizzled addresses of `parts` and the bounds of a window out of the
+        # loop: registers do not suffice for them.
         zero = zero_of(i)
         by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
         parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
@@ -223,16 +224,16 @@ class MainloopSm80:
 
     @cute.jit
     def wait(self):
-        """Wait until all copies are visible to all threads; also a barrier of all."""
+        """Wait until all copies are visible to all threads; also a barrier for all threads."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
     @cute.jit
     def add_dq(self, c: Consumer, parts: dict, work: Work, number: Int32):
-        """dQ = dS K of a query tile, added to its sums: 32 neighbours by each instruction of a warp.
+        """Add dQ = dS K of a query tile to dq_accum, 32 adjacent values per instruction of a warp.
 
-        In one order, each warp waits for its turn.
+        If deterministic, each warp waits for its semaphore.
         """
         split = self.warps.dq
         acc = cute.make_rmem_tensor(
@@ -262,7 +263,7 @@ class MainloopSm80:
     # ------------------------------------------------------------------ registers -> shared memory
 
     def convert(self, acc: cute.Tensor) -> list:
-        """A tile of P or dS in 16 bits: a fragment (8, MMA_M) of A for each MMA step, two n8 products' accumulators."""
+        """Convert a tile of P or dS to 16 bits: an A fragment (8, MMA_M) per MMA step, from two n8 accumulators."""
         steps = []
         for k in range(self.width // self.facts.element.mma_k):
             values = cute.make_rmem_tensor((8, self.tiles_n), self.dtype)
@@ -275,7 +276,7 @@ class MainloopSm80:
         return steps
 
     def write(self, steps: list, name: str, to: Int32):
-        """Write fragments of P or dS to their tile (tile_n, tile_m), two neighbours at a time."""
+        """Write fragments of P or dS to their tile (tile_n, tile_m), two adjacent values at a time."""
         op = self.ops["dS of dK"]
         for k, values in enumerate(steps):
             words = cute.recast_tensor(cute.make_tensor(values.iterator, 8 * self.tiles_n), Int32)
@@ -288,7 +289,7 @@ class MainloopSm80:
     # ------------------------------------------------------------------ shared memory -> registers -> tensor cores
 
     def fragments(self, part: Part) -> Callable:
-        """k -> fragment (8, MMA_M) of A's MMA step k."""
+        """Return a function k -> fragment (8, MMA_M) of A's MMA step k."""
         op = part.op
 
         def fragment(k: int) -> cute.Tensor:
@@ -299,11 +300,11 @@ class MainloopSm80:
         return fragment
 
     def multiply(self, acc: cute.Tensor, fragment: Callable, b: Part):
-        """acc += A B, with fragment(k) of A, and B in shared memory; fragments are read one step ahead."""
+        """acc += A B, with fragment(k) of A, and B in shared memory; fragments are prefetched by one step."""
         op = b.op
         columns = COLUMNS if op.span % COLUMNS == 0 else 16
         tiles = cute.size(acc) // (op.span // 8 * 4)
-        # Steps of one address together
+        # Group steps that share an address
         order = sorted(range(op.tile_k // op.element.mma_k), key=lambda k: op.step(0, k)[0])
         steps = [(k, n) for k in order for n in range(0, op.span, columns)]
         rA, rB = fragment(order[0]), self.fragment_b(b, steps[0], columns)
@@ -319,7 +320,7 @@ class MainloopSm80:
             rA, rB = nextA, nextB
 
     def fragment_b(self, b: Part, step: tuple, columns: int) -> cute.Tensor:
-        """Fragments (4, MMA_N) of some columns, at (MMA step, first column)."""
+        """Load B fragments (4, MMA_N) of `columns` columns. step: (MMA step, first column)."""
         rB = cute.make_rmem_tensor((4, columns // 8), self.dtype)
         for i in range(columns // 16):
             place = step[1] // 16 + i
@@ -332,8 +333,8 @@ class MainloopSm80:
 def lanes_of(op: OperandTile, smem: Int32, lane: Int32, index) -> tuple:
     """Part.lanes of the index-th warp along an operand's rows; shared memory begins at `smem`, a multiple of 128.
 
-    One address is enough if no warp's rows begin in the middle of what the swizzle permutes, or they all begin at
-    powers of two; otherwise there is one for each 16 rows that the swizzle permutes.
+    One address is enough if no warp's rows begin inside a swizzle period, or they all begin at powers of two; otherwise
+    there is one for each 16 rows of the period.
     """
     size = op.element.width
     if op.k_major or op.span & (op.span - 1) == 0 or op.span * size % (op.chunks * CHUNK) == 0:

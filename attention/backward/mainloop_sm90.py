@@ -1,21 +1,21 @@
-"""The sm_90 mainloop of attention's backward: what consumers do with each query tile.
+"""The sm_90 mainloop of attention's backward: the steps of the consumers for each query tile.
 
     ring       producer arrives          consumers arrive (per stage)
-    K, V       1 thread + bytes of TMA   1 thread for each consumer warp, after the last query tile
-    Q, rows    1 thread + bytes of TMA   1 thread for each consumer warp; `ring_q` stages. rows: LSE and delta
-    dO         the same                  the same; `stages` stages
+    K, V       1 thread + bytes of TMA   1 thread per consumer warp, after the last query tile
+    Q, rows    1 thread + bytes of TMA   1 thread per consumer warp; `ring_q` stages. rows: LSE and delta
+    dO         1 thread + bytes of TMA   1 thread per consumer warp; `stages` stages
 
-Scores are computed transposed, a warpgroup having 64 rows of K, so that P' and dS' are A operands in registers. A step
+Scores are computed transposed, with 64 rows of K per warpgroup, so that P' and dS' are A operands in registers. A step
 over query tile i, with dK and dV in registers (FlashAttention-3, Shah et al. 2024):
 
     wait Q[i] -> issue S' = K Q[i]' -> wait dO[i] -> issue dP' = V dO[i]' -> wait S'
     P' = 2^(S' - LSE) -> issue dV += P' dO[i] -> wait dP'
     dS' = P' (dP' - delta) -> to shared memory -> all consumers -> issue dQ = dS K, dK += dS' Q[i]
-    wait dV, release dO[i] -> wait dQ -> to shared memory, from there added to memory -> wait dK, release Q[i]
+    wait dV, release dO[i] -> wait dQ -> to shared memory, from there added to dq_accum -> wait dK, release Q[i]
 
-dQ of a tile is computed by all warpgroups together: each has 64 of its rows, or where there are no more, its part of
-the columns. dS has two buffers, so that one barrier a step is enough: nobody writes to a buffer before all have passed
-the barrier of the step between, and so have done with the product that reads it.
+All warpgroups compute dQ of a tile together: each has 64 rows, or a part of the columns if there are fewer rows. dS is
+double-buffered, so that one barrier per step is enough: a warpgroup writes a buffer only after all warpgroups have
+passed the barrier of the step in between, and so have finished the WGMMA that reads it.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
 from ..forward.zero_oob_rows import zero_oob_rows
 from .config import FP32, BackwardFacts
-from .dq_store import STORE_THREADS, DqStore, DqWork, meeting
+from .dq_store import STORE_THREADS, DqStore, DqWork, barrier_offset
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
 from .operands_sm90 import Consumer, OperandsSm90
@@ -48,26 +48,26 @@ from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slop
 
 @dataclass(frozen=True)
 class Work:
-    """One head's query tiles, and what masks need."""
+    """One head's query tiles, and the arguments of masks and score_mod."""
 
     source: Any  # q_tiles.WindowRows or BlockRows
-    tiles: Any  # what source.for_tile gave
+    tiles: Any  # source.for_tile of this tile
     seqlen: Any  # forward.seqlen.SeqlenInfo
     b: Int32
     h: Int32
     col0: Int32  # the tile's first column of the score matrix
     scale_log2: Float32
-    softcap: Float32  # with a score_mod, what scores are multiplied by before it
-    score_tensors: tuple | None = None  # what a score_mod reads
-    score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
-    dq: Int64 | None = None  # address of the sums of the head's first query tile, where consumers add to them
-    turns: Int64 | None = None  # of its number, where sums have an order
+    softcap: Float32  # with a score_mod, the factor applied to scores before it
+    score_tensors: tuple | None = None  # tensors that score_mod reads
+    score_sums: tuple | None = None  # FP32 gradient accumulators of those that need a gradient
+    dq: Int64 | None = None  # address of dq_accum of the head's first query tile, if consumers add to it
+    turns: Int64 | None = None  # address of that tile's semaphore, if deterministic
 
 
 def first_row(threads: int | None = None) -> Int32:
-    """The first of this thread's two rows of the tile of K; read anew, so that no register holds it.
+    """The first of this thread's two rows of the KV tile, recomputed at each use so that no register holds it.
 
-    threads: how many have all rows of the tile; None: all consumers.
+    threads: number of threads that own all rows of the tile; None: all consumers.
     """
     thread = read_special_register("tid.x") - WARPGROUP
     thread = thread if threads is None else thread % threads
@@ -75,7 +75,7 @@ def first_row(threads: int | None = None) -> Int32:
 
 
 class MainloopSm90(OperandsSm90):
-    """Steps over the query tiles of one tile of K and V."""
+    """Steps over the query tiles of one KV tile."""
 
     def __init__(self, facts: BackwardFacts):
         super().__init__(facts)
@@ -83,17 +83,20 @@ class MainloopSm90(OperandsSm90):
         self.check_config()
 
     def check_config(self):
-        """ValueError if these steps cannot be done with the configuration."""
+        """Raise ValueError if the mainloop does not support the configuration."""
         cfg = self.cfg
         if cfg.ds_buffers not in (1, cfg.stages):
-            raise ValueError(f"{cfg}: dS has {cfg.ds_buffers} buffers, which take turns as the rings do")
+            raise ValueError(f"{cfg}: dS must have 1 or {cfg.stages} (stages) buffers, got {cfg.ds_buffers}")
         if cfg.sums not in (1, cfg.stages):
-            raise ValueError(f"{cfg}: buffers of dQ's sums take turns as the rings do, or there is one")
+            raise ValueError(f"{cfg}: sums (dQ buffers) must be 1 or {cfg.stages} (stages), got {cfg.sums}")
         if cfg.tile_n != ROWS * cfg.groups or cfg.tile_m % ROWS:
-            raise ValueError(f"{cfg}: warpgroups have {ROWS} rows of K each, and query tiles multiples of them")
+            raise ValueError(
+                f"{cfg}: tile_n must be {ROWS} per warpgroup and tile_m a multiple of {ROWS}, "
+                f"got {cfg.tile_n} for {cfg.groups} warpgroups and {cfg.tile_m}"
+            )
 
-    # dP's product is issued after the mask, which needs registers, and not with that of S; or when P is known, since a
-    # cap or a score_mod needs still more.
+    # dP is issued together with S if registers allow, after the mask if that needs them (masks_first), or after P with
+    # a softcap or a score_mod, which need still more (late_dp).
 
     @property
     def masks_first(self) -> bool:
@@ -106,54 +109,54 @@ class MainloopSm90(OperandsSm90):
         facts = self.facts
         return (facts.softcap or facts.score is not None) and max(facts.head_dim, facts.head_dim_v) == 128
 
-    # ------------------------------------------------------------------ what the kernel asks
+    # ------------------------------------------------------------------ interface to the kernel
 
-    # Here a step is one query tile, loaded in one piece, and warps store dQ.
+    # In this class a step is one query tile, loaded in one piece, and producer warps store dQ.
 
     @property
     def piece_rows(self) -> int:
         return self.cfg.tile_m
 
     def step_count(self, count: Int32) -> Int32:
-        """Steps of `count` query tiles."""
+        """Number of steps for `count` query tiles."""
         return count
 
     def numbers(self, tiles, i: Int32) -> list:
-        """Of the query tiles of step i."""
+        """Indices of the query tiles of step i."""
         return [tiles.at(i)]
 
     def coordinates(self, numbers: list) -> list:
-        """Of the pieces of these tiles, in pieces."""
+        """Indices of the pieces of these query tiles, in units of pieces."""
         return numbers
 
     def first_row(self) -> Int32:
-        """Of this thread in the tile of K."""
+        """This thread's first row in the KV tile."""
         return first_row()
 
     def first_query(self, c: Consumer, number: Int32) -> Int32:
-        """The first query row that a warpgroup has scores of."""
+        """The first query row of a warpgroup's scores."""
         return number * self.cfg.tile_m
 
     def begin_head(self, c: Consumer, work: Work, at):
-        """Before the steps over a head's query tiles."""
+        """Hook before the steps over a head's query tiles."""
 
     def work(self, work: Work, dq: DqWork) -> Work:
-        """What steps take of a head."""
+        """The Work that `step` expects for a head."""
         return work
 
     def dq_part(self, group: Int32) -> Int32:
-        """Which part of a query tile's dQ a warpgroup has."""
+        """Index of a warpgroup's part of a query tile's dQ."""
         return group
 
     def first_column(self, c: Consumer, acc: cute.Tensor):
-        """Of a warpgroup's accumulators of dK or dV."""
+        """First column of a warpgroup's dK or dV accumulators."""
         return 0
 
     # ------------------------------------------------------------------ steps
 
     @cute.jit
     def steps(self, c: Consumer, work: Work, at):
-        """All query tiles of a head; returns the state of the rings after them."""
+        """Process all query tiles of a head; returns the state of the rings after them."""
         self.begin_head(c, work, at)
         for i in cutlass.range(self.step_count(work.tiles.count), unroll=1):
             self.step(c, work, i, at)
@@ -162,19 +165,19 @@ class MainloopSm90(OperandsSm90):
 
     @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, at):
-        """dK, dV and dQ of query tile i of a head; `at` is the state of both rings, and of dS's buffers."""
+        """Compute dK, dV and dQ of query tile i of a head; `at` is the state of both rings and of dS's buffers."""
         number = work.tiles.at(i)
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, number, at, at)
         if const_expr(self.cfg.in_turn):
-            self.products_in_turn(c, work, i, number, at)
+            self.serial_step(c, work, i, number, at)
         else:
-            self.products(c, work, i, number, at)
+            self.overlapped_step(c, work, i, number, at)
 
     @cute.jit
-    def products(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
-        """A step whose products run beside one another and beside the softmax."""
+    def overlapped_step(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
+        """A step whose WGMMAs overlap with each other and with the softmax."""
         self.start_s(c, at.index)
         masks_first, late_dp = const_expr(self.masks_first), const_expr(self.late_dp)
         if const_expr(masks_first or late_dp):
@@ -196,22 +199,22 @@ class MainloopSm90(OperandsSm90):
             warpgroup.wait_group(0)  # for dV: frees P's registers
         self.convert(c.acc_dP, c.tKrdS)
         buffer = self.buffer_of(at)
-        self.share_ds(c, buffer)
+        self.store_ds(c, buffer)
         self.start_dq(c, buffer, 0)
         self.start_dk(c, at.index)
         warpgroup.wait_group(2)
         c.pipe_do.consumer_release(at)
         warpgroup.wait_group(1)
         sums = self.dq_store.buffer_of(at)
-        self.wait_for_sums(c, sums)
+        self.wait_for_dq_buffer(c, sums)
         self.write_dq(c, 0, sums)
-        self.give_sums(c, sums)
+        self.store_dq_accum(c, sums)
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
     @cute.jit
-    def products_in_turn(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
-        """A step of which only dV and dK run together (StepConfig.in_turn)."""
+    def serial_step(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
+        """A step of which only the WGMMAs of dV and dK overlap (StepConfig.in_turn)."""
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
         self.mask_scores(c, work, i, number)
@@ -224,22 +227,22 @@ class MainloopSm90(OperandsSm90):
         self.convert(c.acc_dP, c.tKrdS)
         self.start_dk(c, at.index)
         buffer = self.buffer_of(at)
-        self.share_ds(c, buffer)
+        self.store_ds(c, buffer)
         warpgroup.wait_group(0)
         c.pipe_do.consumer_release(at)
         c.pipe_q.consumer_release(at)
         sums = self.dq_store.buffer_of(at)
-        self.wait_for_sums(c, sums)
+        self.wait_for_dq_buffer(c, sums)
         for part in range_constexpr(self.parts_k):
             self.start_dq(c, buffer, part)
             warpgroup.wait_group(0)
             self.write_dq(c, part, sums)
-        self.give_sums(c, sums)
+        self.store_dq_accum(c, sums)
         if const_expr(self.cfg.ds_buffers == 1):
             self.wait_for_ds()  # all warps have read dS
 
     def buffer_of(self, at):
-        """dS's buffer of a step."""
+        """Index of a step's dS buffer."""
         return at.index if self.cfg.ds_buffers > 1 else 0
 
     def start_s(self, c: Consumer, stage: Int32, unit: int = 0):
@@ -257,39 +260,39 @@ class MainloopSm90(OperandsSm90):
         start_product(c.mmas[3], c.acc_dK, *in_steps(c.tKrdS, c.tKrQ[unit][None, None, None, stage]), add=add)
 
     def pin(self, operand: cute.Tensor):
-        """Write an operand in registers before the product's wgmma.fence."""
+        """Pin an operand's registers, so that they are written before the WGMMA's wgmma.fence."""
         words = cute.recast_tensor(operand, Int32)
         for i in range(cute.size(words)):
             words[i] = here(words[i])
 
     def start_dq(self, c: Consumer, buffer: Int32, part: int):
-        """`part` of the warpgroup's columns."""
+        """Issue dQ for `part` of the warpgroup's columns."""
         start_product(c.mmas[4], c.acc_dQ, *in_steps(c.tQrdS[None, None, None, buffer], c.tQrK[part]), True)
 
     @cute.jit
-    def share_ds(self, c: Consumer, buffer: Int32):
-        """dS to shared memory; returns when all consumers' is there."""
+    def store_ds(self, c: Consumer, buffer: Int32):
+        """Store dS to shared memory and wait for all consumers to do so."""
         self.write_ds(c, buffer)
         self.publish()
         self.wait_for_ds()
 
     def publish(self):
-        """What this thread wrote to shared memory, to WGMMA and bulk copies that come after a barrier."""
+        """Make this thread's writes to shared memory visible to WGMMA and bulk copies after the next barrier."""
         cute.arch.fence_view_async_shared()
 
     def wait_for_ds(self):
-        """Of all consumers."""
+        """Wait until dS of all consumers is in shared memory."""
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=self.cfg.groups * WARPGROUP)
 
     def write_ds(self, c: Consumer, buffer: Int32, unit: int = 0):
-        """dS to shared memory; `publish` it before the barrier."""
+        """Write dS to shared memory; call `publish` before the barrier."""
         rdS = cute.make_tensor(c.tKrdS.iterator, c.acc_dP.layout)
         copy_dS = c.copy_dS.get_slice(cute.arch.thread_idx()[0] - WARPGROUP)
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
 
     @cute.jit
     def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0):
-        """The cap, and -inf where a row does not see a column."""
+        """Apply the softcap, and set masked scores to -inf."""
         row0 = self.first_query(c, number) + unit * self.unit
         scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
@@ -304,7 +307,8 @@ class MainloopSm90(OperandsSm90):
 
     @cute.jit
     def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
-        """Scores to P, in place in fp32 and rounded as an operand; with a cap, in place times the cap's derivative."""
+        """Compute P from the scores: rounded as an operand, and in place in FP32. With a softcap P in place is
+        multiplied by the softcap's derivative."""
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
             lse = [self.row_values(c, stage, 0, unit * self.unit // 4 + (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
@@ -321,11 +325,11 @@ class MainloopSm90(OperandsSm90):
             if const_expr(self.facts.softcap):
                 for v in range_constexpr(8):
                     slope = 1.0 - capped[v] * capped[v]
-                    part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # where masked, it is not a number
+                    part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # the slope of a masked score is NaN
 
     @cute.jit
     def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
-        """dS = P (dP - delta), in place of dP; and the gradients of what a score_mod captures."""
+        """Compute dS = P (dP - delta) in place of dP, and the gradients of tensors that score_mod captures."""
         totals, place = [], ()
         if const_expr(self.facts.score is not None):
             totals, place = no_totals(self.facts), self.place_of_scores(c, work, number)
@@ -353,11 +357,12 @@ class MainloopSm90(OperandsSm90):
     def changed_scores_to_p(
         self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32
     ) -> list:
-        """Eight scores from `first` on to P in place. Returns what is kept for dS (BackwardFacts.keeps_scores)."""
+        """Compute P from eight scores, from `first` on, in place. Returns the values that dS needs, either scores or P
+        times the slope (BackwardFacts.keeps_scores)."""
         facts, kept = self.facts, []
         place = self.place_of_scores(c, work, number)
         for v in range(8):
-            if facts.score_sums:  # which need the registers
+            if facts.score_sums:  # recomputed, since the gradients need the registers
                 place = self.place_of_scores(c, work, number)
             inputs = inputs_at(facts, work, part[v], first + v, 1, *place)
             p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs)
@@ -366,7 +371,7 @@ class MainloopSm90(OperandsSm90):
         return kept
 
     def row_values(self, c: Consumer, stage: Int32, which: int, column: int) -> cute.Tensor:
-        """(2,): LSE (which = 0) or delta (1) of two query rows, those of this thread's columns from `column` on."""
+        """Load LSE (which = 0) or delta (1) of two query rows, (2,): this thread's columns from `column` on."""
         row = cute.arch.lane_idx() % 4 * 2 + column // 2 * 8
         at = c.rows + ((stage * 2 + which) * self.cfg.tile_m + row) * FP32
         values, pair = cute.make_rmem_tensor(2, Float32), cute.make_layout(2)
@@ -375,19 +380,20 @@ class MainloopSm90(OperandsSm90):
         return values
 
     def row_fragment(self, c: Consumer, stage: Int32, which: int, unit: int) -> cute.Tensor:
-        """LSE (which = 0) or delta (1) of this thread's columns of a unit's scores."""
+        """Load LSE (which = 0) or delta (1) of this thread's columns of a unit's scores."""
         values = cute.make_rmem_tensor(self.unit // 4, Float32)
         for column in range(0, self.unit // 4, 2):
             pair = self.row_values(c, stage, which, unit * self.unit // 4 + column)
             values[column], values[column + 1] = pair[0], pair[1]
         return values
 
-    def wait_for_sums(self, c: Consumer, buffer: Int32 | int):
-        """Until this warpgroup's part of a buffer of sums has been read."""
-        cute.arch.barrier(barrier_id=BACKWARD_FREE + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
+    def wait_for_dq_buffer(self, c: Consumer, buffer: Int32 | int):
+        """Wait until this warpgroup's part of a dQ buffer has been read."""
+        barrier = BACKWARD_FREE + barrier_offset(c.group, buffer)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=STORE_THREADS)
 
     def write_dq(self, c: Consumer, part: int, buffer: Int32 | int):
-        """acc_dQ, `part` of the warpgroup's columns, to a buffer of sums."""
+        """Write acc_dQ, `part` of the warpgroup's columns, to a dQ buffer in shared memory."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         begin = c.sums + self.dq_store.place_of(c.group, buffer)
         layout, count = cute.make_layout(self.sums.vector), cute.size(c.acc_dQ)
@@ -396,16 +402,17 @@ class MainloopSm90(OperandsSm90):
             place = make_ptr(Float32, at, AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(c.acc_dQ.iterator + r, layout), cute.make_tensor(place, layout))
 
-    def give_sums(self, c: Consumer, buffer: Int32 | int):
-        """To the warp that stores them."""
+    def store_dq_accum(self, c: Consumer, buffer: Int32 | int):
+        """Hand a dQ buffer to the warp that adds it to dq_accum."""
         self.publish()
-        cute.arch.barrier_arrive(barrier_id=BACKWARD_FULL + meeting(c.group, buffer), number_of_threads=STORE_THREADS)
+        barrier = BACKWARD_FULL + barrier_offset(c.group, buffer)
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=STORE_THREADS)
 
     # ------------------------------------------------------------------ rows past the end, rounding
 
     @cute.jit
     def zero_rows_past_the_end(self, c: Consumer, work: Work, number: Int32, at_q, at):
-        """Zero the rows of Q and dO that belong to the next sequence. at_q and at: the states of their rings."""
+        """Zero the rows of Q and dO that belong to the next sequence. at_q, at: the states of their rings."""
         valid = work.seqlen.rows - number * self.cfg.tile_m
         if valid < self.cfg.tile_m:
             c.pipe_do.consumer_wait(at)
@@ -419,7 +426,7 @@ class MainloopSm90(OperandsSm90):
 
     @cute.jit
     def convert(self, acc: cute.Tensor, values: cute.Tensor):
-        """To 16 bits, eight values at a time; see forward.mainloop_sm90."""
+        """Convert to 16 bits, eight values at a time; see forward.mainloop_sm90."""
         for i in range_constexpr(0, cute.size(acc), 8):
             part = cute.make_tensor(acc.iterator + i, cute.make_layout(8))
             cute.make_tensor(values.iterator + i, cute.make_layout(8)).store(part.load().to(self.dtype))

@@ -1,4 +1,4 @@
-"""Masks of transposed scores: rows are columns of the score matrix, and columns its rows."""
+"""Masks for transposed scores, whose rows are columns of the score matrix and whose columns are its rows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,11 +12,11 @@ from cute_kernels.traced.lower import lower
 def mask_window(
     scores: cute.Tensor,  # (rows, columns) of this thread, transposed
     source,  # q_tiles.WindowRows
-    col: Int32,  # of the score matrix, that of the thread's first row
-    row0: Int32,  # of the score matrix, that of the tile's first column
+    col: Int32,  # column of the score matrix for the thread's first row
+    row0: Int32,  # row of the score matrix for the tile's first column
     seqlen,  # forward.seqlen.SeqlenInfo
 ):
-    """-inf where a row does not see a column."""
+    """Set scores outside the window to -inf."""
     for r in range_constexpr(cute.size(scores, mode=[0])):
         begin, end = source.bounds(col + 8 * r, seqlen)
         mine = row0 + cute.arch.lane_idx() % 4 * 2
@@ -33,20 +33,20 @@ def mask_window(
 def mask_elements(
     scores: cute.Tensor,  # (rows, columns) of this thread, transposed
     kind: cutlass.Constexpr,  # forward.config.BlockKind
-    tensors: tuple,  # what its element mask reads: tensors, and then numbers
+    tensors: tuple,  # captured by its element mask: tensors, then scalars
     col: Int32,
     row0: Int32,
     b: Int32,
     h: Int32,
     seqlen,
 ):
-    """-inf where the element mask is false, and past the last column."""
+    """Set scores to -inf where the element mask is False, and past the last column."""
     mine = row0 + cute.arch.lane_idx() % 4 * 2
     for r in range_constexpr(cute.size(scores, mode=[0])):
         column = col + 8 * r
         inside = column < seqlen.cols
         if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
-            column = cutlass.min(column, seqlen.cols - 1)  # nothing past their ends is read
+            column = cutlass.min(column, seqlen.cols - 1)  # no reads out of bounds
         column = seqlen.k_position(column)
         for c in range_constexpr(cute.size(scores, mode=[1])):
             seen = inside

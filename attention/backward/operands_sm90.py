@@ -1,8 +1,9 @@
-"""What consumers of the sm_90 kernel of attention's backward multiply: shared memory, products, rings, registers.
+"""Operands of the sm_90 kernel of attention's backward: shared memory layouts, tiled MMAs, rings and registers.
 
-    shared memory   barriers | rows (LSE and delta) | dQ's sums | K | V | Q 0 | Q 1 | .. | dO 0 | .. | dS 0 | dS 1
+    shared memory   barriers | rows (LSE and delta) | dQ buffers | K | V | Q 0 | Q 1 | .. | dO 0 | .. | dS 0 | dS 1
 
-Scores are computed transposed, so that K and V are operands A of S' and dP', and P' and dS' those of dV and dK.
+Scores are computed transposed, so that K and V are A operands of S' and dP', and P' and dS' are A operands of dV and
+dK.
 """
 
 from dataclasses import dataclass
@@ -26,20 +27,21 @@ from .fragments import ROWS
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warpgroup needs for all query tiles."""
+    """Operands and accumulators of a consumer warpgroup for all query tiles. A unit is the query rows whose scores are
+    computed at a time."""
 
     group: Int32
     mmas: tuple  # S', dP', dV, dK, dQ
     tSrK: cute.Tensor  # (MMA, 1, MMA_K)
-    tSrQ: tuple  # of each part of the rows that scores are computed of in turn, (MMA, 1, MMA_K, PIPE)
+    tSrQ: tuple  # per unit, (MMA, 1, MMA_K, PIPE)
     tPrV: cute.Tensor  # (MMA, 1, MMA_K)
-    tPrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
+    tPrdO: tuple  # per unit, (MMA, 1, MMA_K, PIPE)
     tVrP: cute.Tensor  # (MMA, 1, MMA_K): P' as an A operand; the accumulators' order is that of its k
-    tVrdO: tuple  # the same, (MMA, 1, MMA_K, PIPE)
+    tVrdO: tuple  # per unit, (MMA, 1, MMA_K, PIPE)
     tKrdS: cute.Tensor  # (MMA, 1, MMA_K): dS' as an A operand
-    tKrQ: tuple  # the same, (MMA, 1, MMA_K, PIPE)
+    tKrQ: tuple  # per unit, (MMA, 1, MMA_K, PIPE)
     tQrdS: cute.Tensor  # (MMA, 1, MMA_K, PIPE)
-    tQrK: tuple  # of each part of the columns that the warpgroup computes in turn, (MMA, 1, MMA_K)
+    tQrK: tuple  # per part of the warpgroup's dQ columns, computed one after the other, (MMA, 1, MMA_K)
     acc_S: cute.Tensor  # (MMA, 1, MMA_N), as acc_dP
     acc_dP: cute.Tensor
     acc_dK: cute.Tensor  # (MMA, 1, MMA_N)
@@ -49,19 +51,19 @@ class Consumer:
     pipe_q: pipeline.PipelineAsync
     pipe_do: pipeline.PipelineAsync
     copy_dS: cute.TiledCopy
-    sdS: tuple  # the same, (R2S, R2S_M, R2S_N, PIPE): where this thread's part goes
-    rows: Int32  # address of rows' ring in shared memory
-    ring_q: Int32  # of Q
-    ring_do: Int32  # of dO
-    sums: Int32  # of dQ's values on their way to memory
+    sdS: tuple  # per unit, (R2S, R2S_M, R2S_N, PIPE): the destination of this thread's part
+    rows: Int32  # address of the rows' ring in shared memory
+    ring_q: Int32  # address of Q's ring
+    ring_do: Int32  # address of dO's ring
+    sums: Int32  # address of the dQ buffers
 
 
 class OperandsSm90:
-    """Layouts, products, pipelines and fragments of one kernel; the base of its mainloop."""
+    """Layouts, tiled MMAs, pipelines and fragments of one kernel; base class of its mainloop."""
 
-    by_units = False  # whether scores are computed ahead, by units of 64 query rows
-    v_apart = False  # whether V is waited for after K, and given back before it
-    in_registers = False, False  # whether K, and V, are operands in registers
+    by_units = False  # True if scores are prefetched in units of 64 query rows
+    v_apart = False  # True if V is waited for after K, and released before it
+    in_registers = False, False  # True if K, V are operands in registers
 
     def __init__(self, facts: BackwardFacts):
         self.facts, self.cfg = facts, facts.config
@@ -69,17 +71,17 @@ class OperandsSm90:
         self.arrivals = Arrivals(1, 4 * facts.config.groups)  # of all rings
         self.sums = sums_of(facts.path, facts.config, facts.head_dim)
         cfg = facts.config
-        self.unit = ROWS if self.by_units else cfg.tile_m  # query rows that scores are computed of
+        self.unit = ROWS if self.by_units else cfg.tile_m  # query rows whose scores are computed at a time
         self.units = cfg.tile_m // self.unit
 
     @property
     def groups_m(self) -> int:
-        """Warpgroups that have rows of dQ of their own; the others share the columns."""
+        """Number of warpgroups along the rows of dQ; the remaining ones split the columns."""
         return self.cfg.tile_m // ROWS
 
     def layouts(self) -> dict:
-        """As loaded and written: sQ (tile_m, D, PIPE), sdO (tile_m, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv), and
-        sdS (tile_n, tile_m, 2)."""
+        """Shared memory layouts as loaded and written: sQ (tile_m, D, PIPE), sdO (tile_m, Dv, PIPE), sK (tile_n, D),
+        sV (tile_n, Dv), and sdS (tile_n, tile_m, 2)."""
         cfg, facts = self.cfg, self.facts
         return {
             "sQ": smem_layout(self.dtype, cfg.tile_m, facts.head_dim, cfg.ring_q, True),
@@ -91,12 +93,12 @@ class OperandsSm90:
 
     @property
     def parts_k(self) -> int:
-        """Into how many parts dQ's product cuts K's columns: one a warpgroup, or two one after the other. Each has
-        whole swizzles."""
+        """Number of parts of K's columns in the WGMMA of dQ: one per warpgroup, or two computed one after the other.
+        Each consists of whole swizzle atoms."""
         return 2 if self.cfg.in_turn else self.cfg.groups // self.groups_m
 
     def transposed(self) -> dict:
-        """The same memory with its modes in another order."""
+        """Layouts of the same memory with rows and columns exchanged."""
         cfg, facts = self.cfg, self.facts
         return {
             "sQ": smem_layout(self.dtype, facts.head_dim, cfg.tile_m, cfg.ring_q, False),
@@ -106,7 +108,7 @@ class OperandsSm90:
         }
 
     def k_layout(self, row_major: bool):
-        """K's, with a swizzle that ends where a warpgroup's part of the columns does."""
+        """K's layout, with a swizzle atom that divides a warpgroup's part of the columns."""
         rows, cols, kinds = self.cfg.tile_n, self.facts.head_dim, warpgroup.SmemLayoutAtomKind
         width = cols // self.parts_k * self.dtype.width // 8
         name = next(f"SW{span}" for span in (128, 64, 32) if width % span == 0)
@@ -115,13 +117,13 @@ class OperandsSm90:
         return cute.tile_to_shape(atom, shape, order=order)
 
     def lines_of_kv(self, storage) -> tuple:
-        """(address, layout (D or Dv, tile_n, 1) without its swizzle) of K and of V."""
+        """(address, layout (D or Dv, tile_n, 1) without the swizzle) of K and of V."""
         sV = smem_layout(self.dtype, self.facts.head_dim_v, self.cfg.tile_n, 1, False)
         layouts = self.k_layout(False).outer, sV.outer
         return tuple((s.data_ptr().toint(), x) for s, x in zip((storage.sK, storage.sV), layouts, strict=True))
 
     def storage(self) -> type:
-        """The struct of a CTA's shared memory."""
+        """Struct of a CTA's shared memory."""
         cfg = self.cfg
         names = "sQ", "sdO", "sK", "sV", "sdS"
         q, do, k, v, ds = (cute.cosize(self.layouts()[name]) for name in names)
@@ -152,7 +154,7 @@ class OperandsSm90:
         }
 
     def make_mmas(self) -> tuple:
-        """(S' = K Q', dP' = V dO', dV = P' dO, dK = dS' Q, dQ = dS K) of all consumers."""
+        """Tiled MMAs (S' = K Q', dP' = V dO', dV = P' dO, dK = dS' Q, dQ = dS K) of all consumers."""
         cfg, facts = self.cfg, self.facts
         k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -178,7 +180,7 @@ class OperandsSm90:
         )
 
     def make_ring(self, barriers, stages: int, tx_bytes: int) -> pipeline.PipelineAsync:
-        """The pipeline of an operand; its barriers are not yet visible to all."""
+        """The pipeline of an operand. Its barriers are not visible to all threads yet."""
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
@@ -190,7 +192,8 @@ class OperandsSm90:
         )
 
     def make_pipelines(self, storage, arrivals: Arrivals) -> tuple:
-        """(K, V, Q and rows, dO, queue); returns after every barrier is visible. `arrivals` are the queue's."""
+        """Create the pipelines (K, V, Q and rows, dO, queue), and wait until all barriers are visible. arrivals: the
+        queue's."""
         cfg, width = self.cfg, self.dtype.width // 8
         dims = self.facts.head_dim, self.facts.head_dim_v
         k = self.make_ring(storage.barriers_k, 1, cfg.tile_n * dims[0] * width)
@@ -229,7 +232,7 @@ class OperandsSm90:
         scores = cfg.tile_n, self.unit
 
         def units(x: cute.Tensor, mode: int) -> list:
-            """A ring's units of rows, which are this mode of its tensor."""
+            """The units of a ring; rows are mode `mode` of its tensor."""
             extents = [cute.size(x, mode=[m]) for m in range(3)]
             extents[mode] = self.unit
             return [
@@ -252,7 +255,7 @@ class OperandsSm90:
             tPrdO=tuple(mma_dp.make_fragment_B(of_dp.partition_B(x)) for x in units(s["sdO"], 0)),
             tVrP=tVrP,
             tVrdO=tuple(mma_dv.make_fragment_B(of_dv.partition_B(x)) for x in units(t["sdO"], 1)),
-            tKrdS=tVrP if self.by_units else tKrdS,  # one after the other
+            tKrdS=tVrP if self.by_units else tKrdS,  # not live at the same time
             tKrQ=tuple(mma_dk.make_fragment_B(of_dk.partition_B(x)) for x in units(t["sQ"], 1)),
             tQrdS=mma_dq.make_fragment_A(of_dq.partition_A(t["sdS"])),
             tQrK=tuple(mma_dq.make_fragment_B(of_dq.partition_B(x))[one] for x in columns_of_k),

@@ -1,11 +1,11 @@
-"""Before backward: each row's LSE and delta, as row_tiles says, and zeros for dq_accum and the semaphores of turns.py.
+"""The prepare kernel, first of backward: LSE and delta of each row (row_tiles), zeros for dq_accum and its semaphores.
 
-    delta = sum of dO * O over a row, less the gradient of its LSE     (FlashAttention-2, Dao 2023)
+    delta = sum of dO * O over a row, minus the gradient of its LSE     (FlashAttention-2, Dao 2023)
 
-Where the sinks of forward want a gradient, also what each warp's rows give to that of their head, - exp(sink - LSE)
-delta; torch adds these up, in one order.
+If sinks need a gradient, each warp also stores the partial sum of -exp(sink - LSE) delta over its rows. torch adds the
+partial sums per head, in a deterministic order.
 
-A CTA does one query tile. Four threads share a row, so that a warp reads 64 bytes of eight rows at a time.
+A CTA processes one query tile. Four threads process a row, so that a warp reads 64 bytes of eight rows at a time.
 """
 
 import cuda.bindings.driver as cuda
@@ -44,11 +44,11 @@ class Prepare:
         mLSE: cute.Tensor,  # (B, H, Sq), packed (H, total_q)
         mdLSE: cute.Tensor | None,  # as LSE
         cu_q: cute.Tensor | None,  # (B + 1,); packed
-        rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) fp32; packed (H * tiles, ..)
-        dq: cute.Tensor,  # (the same, tile_m * D) fp32
-        turns: cute.Tensor | None,  # (the same, parts) int32; deterministic
+        rows: cute.Tensor,  # (B * H * tiles, 2, tile_m) FP32; packed (H * tiles, ..)
+        dq: cute.Tensor,  # (B * H * tiles, tile_m * D) FP32
+        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32; deterministic
         mSinks: cute.Tensor | None,  # (H,)
-        sink_sums: cute.Tensor | None,  # (the same, WARPS) fp32
+        sink_sums: cute.Tensor | None,  # (B * H * tiles, WARPS) FP32
         stream: cuda.CUstream,
     ):
         if const_expr(self.facts.packed):
@@ -106,7 +106,7 @@ class Prepare:
                 place = seqlen.b, h, seqlen.q0 + row
                 lse = mLSE[place] * LOG2E
                 if lse == -Float32.inf:
-                    lse = Float32.inf  # a row that sees nothing has P of 0
+                    lse = Float32.inf  # a fully masked row has P = 0
                 if const_expr(facts.lse_gradient):
                     delta = delta - mdLSE[place]
             if mine < facts.tile_m:
@@ -114,11 +114,11 @@ class Prepare:
                     rows[number, 0, mine] = lse
                     rows[number, 1, mine] = delta
             if const_expr(mSinks is not None):
-                if inside:  # others have a delta of 0, but an LSE of inf
+                if inside:  # other rows have a delta of 0, but an LSE of inf
                     of_sink = of_sink - exp2(sink - lse) * delta
         if const_expr(mSinks is not None):
             if const_expr(facts.packed):
-                if b == seqlens.cu_q.shape[0] - 1:  # rows of no sequence, whatever their dO is
+                if b == seqlens.cu_q.shape[0] - 1:  # rows after the last sequence, whatever their dO is
                     of_sink = Float32(0.0)
             of_sink = self.sum_of_rows(of_sink)
             if tidx % 32 == 0:
@@ -126,7 +126,7 @@ class Prepare:
 
     @cute.jit
     def zero_sums(self, dq: cute.Tensor, number: Int32, tidx: Int32):
-        """Zeros for the sums of a query tile."""
+        """Zero dq_accum of a query tile."""
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         size = const_expr(self.facts.tile_m * self.facts.head_dim)
@@ -138,7 +138,7 @@ class Prepare:
 
     @cute.jit
     def sum_of_rows(self, x: Float32) -> Float32:
-        """Over the rows of a warp, of which the four threads of a quad have the same x."""
+        """Sum x over the rows of a warp. The four threads of a quad hold the same x."""
         for offset in (4, 8, 16):
             x = x + cute.arch.shuffle_sync_bfly(x, offset)
         return x
@@ -155,7 +155,7 @@ class Prepare:
         return total
 
     def load(self, t: cute.Tensor, at: tuple) -> cute.Tensor:
-        """VECTOR elements of a row."""
+        """Load VECTOR elements of a row."""
         offset = sum(Int64(i) * s for i, s in zip(at[:3], t.stride[:3], strict=True)) + at[3]
         pointer = make_ptr(self.dtype, t.iterator.toint() + offset * (self.dtype.width // 8), AddressSpace.gmem,
                            assumed_align=16)  # fmt: skip
@@ -166,7 +166,7 @@ class Prepare:
 
 
 def place_of(number, shape: tuple, count) -> tuple:
-    """(tile, head, item) of a query tile by its number, of `count` tiles of a tensor (B, H, ..)."""
+    """(tile, head, batch) of query tile `number` among the `count` tiles of a tensor (B, H, ..)."""
     batch, heads, *_ = shape
     tiles = count // (batch * heads)
     return number % tiles, number // tiles % heads, number // (tiles * heads)

@@ -1,4 +1,4 @@
-"""What backward's kernels compute: dense or packed sequences, with a window or a block mask, on both paths."""
+"""Tile schedulers and problem shapes of backward: dense or packed sequences, a window or a block mask, both paths."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
 
 @dataclass(frozen=True)
 class KvTile:
-    """Tile number n of head h_kv of K and V, of item b."""
+    """KV tile n of KV head h_kv in batch b."""
 
     n: Int32
     h_kv: Int32
@@ -26,14 +26,15 @@ class KvTile:
 
 @dataclass(frozen=True)
 class KvScheduler:
-    """All tiles of `l2_heads` heads, then those of the next ones; among them the first tiles of each head first.
+    """Schedules all tiles of a group of `l2_heads` heads, then those of the next group. In a group the first tiles of
+    each head come first.
 
-    With a causal mask the first tiles are the longest: they are seen by all rows. `from_last`: of all but the last
-    heads the last tiles come first (q_tiles).
+    With a causal mask the first tiles are the longest, since all rows attend to them. from_last: in all groups but the
+    last one, the last tiles come first (q_tiles).
     """
 
     tiles_k: Int32
-    tiles_q: Int32  # of a head, as row_tiles counts
+    tiles_q: Int32  # per head, as row_tiles counts
     heads: Int32  # of Q
     heads_kv: Int32
     batch: Int32
@@ -50,14 +51,14 @@ class KvScheduler:
 
     @property
     def last_heads(self) -> Int32:
-        """The first of the heads of K whose tiles come last."""
+        """The first KV head of the last group."""
         return (self.heads_kv * self.batch - 1) // self.l2_heads * self.l2_heads
 
     def decode(self, index) -> KvTile:
         return KvTile(*self.fields(index))
 
     def fields(self, index) -> tuple:
-        """A KvTile's; of an index past the last tile, any numbers."""
+        """Fields of a KvTile; undefined for an index past the last tile."""
         begin = index // (self.l2_heads * self.tiles_k) * self.l2_heads  # first head of its group
         here = cutlass.max(cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin), 1)
         rest = index - begin * self.tiles_k
@@ -69,7 +70,7 @@ class KvScheduler:
 
 @dataclass(frozen=True)
 class PackedKvScheduler(KvScheduler):
-    """The same of packed sequences, whose tiles of K are numbered through, see PackedRows.find_k."""
+    """Scheduler for packed sequences, whose KV tiles are numbered consecutively; see PackedRows.find_k."""
 
     seqlens: PackedRows = None
     tile_n: int = 0
@@ -82,7 +83,7 @@ class PackedKvScheduler(KvScheduler):
 
 @dataclass(frozen=True)
 class OrderedKvScheduler(KvScheduler):
-    """The same in the order of a table (eager.kv_order), such as the tiles of most blocks first."""
+    """Scheduler in the order of a table (eager.kv_order), for example tiles with the most blocks first."""
 
     order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h_kv + heads_kv * b)
 
@@ -94,7 +95,7 @@ class OrderedKvScheduler(KvScheduler):
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors with a batch, and who says which tile of K is next, how long items are, and which query tiles see it."""
+    """Batched tensors, the KV tile scheduler, sequence lengths, and the source of query tiles."""
 
     mQ: cute.Tensor  # (B, H, Sq, D)
     mK: cute.Tensor  # (B, Hkv, Sk, D)
@@ -108,15 +109,15 @@ class Problem:
 
 
 def bytes_of_a_row(facts: BackwardFacts) -> int:
-    """Of Q, dO and the sums of dQ: what all tiles of K of a head read and add to."""
+    """Bytes per row of Q, dO and dq_accum, which all KV tiles of a head access."""
     return (facts.head_dim + facts.head_dim_v) * facts.element.width + facts.head_dim * FP32
 
 
 def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):
-    """How many heads of K L2 has room for, of so many rows; of packed sequences, of the mean number.
+    """Number of KV heads whose `rows` query rows fit in L2. rows: for packed sequences, the mean length.
 
-    That many heads are also some 256 tiles of K, twice as many as there are SMs, so that the longest ones of the last
-    heads do not end last.
+    These heads also have about 256 KV tiles, twice the number of SMs, so that the longest tiles of the last group do
+    not finish last.
     """
     bytes_a_row = bytes_of_a_row(facts) * (heads // heads_kv)
     return cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
@@ -126,11 +127,11 @@ def problem_of(
     facts: BackwardFacts,
     tensors: tuple,  # Q, K, V, dO, dK, dV
     arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
-    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences
-    blocks: tuple | None,  # BlockRows' lists, ranks where sums have an order, else that of tiles; mask tensors
-    left: Int32 | None,  # bounds of the window; not of a block mask
+    cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; packed sequences
+    blocks: tuple | None,  # BlockRows' lists; its ranks if deterministic, else the order of KV tiles; mask tensors
+    left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
-    offsets: tuple | None,  # (q_offset, k_offset); of BackwardFacts.offsets
+    offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets
 ) -> Problem:
     mQ, mK, *_ = tensors
     cfg = facts.config

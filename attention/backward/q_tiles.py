@@ -1,23 +1,23 @@
-"""Which query tiles a tile of K and V is seen by: the iterator that backward's mainloops ask.
+"""Iterators over the query tiles that attend to a KV tile, for backward's mainloops.
 
-The transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* where some of its elements are
-masked. Tiles come in ascending order, of a block mask the partial ones first, with two exceptions.
+They are the transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* if some of its elements
+are masked. Tiles come in ascending order, or with a block mask the partial ones first, with two exceptions.
 
 Without a mask each KV tile starts at a different query tile and wraps around. KV tiles that run at the same time would
 otherwise add to the same part of dq_accum at the same time. With a causal mask they start on the diagonal, so they are
 spread already.
 
-Where sums have one order (turns.py) and there is a right bound, there are two ways in which no tile of K waits long.
-*Up*: the tiles of K of a head are begun from the last one on, add in that order, and go up from the diagonal. Tile n
-then comes to each query tile right after tile n + 1, and all can begin at once; but the longest tiles come last.
-*Down*: they are begun and add from the first one on, and go down from the last query tile, with which all begin, one
-after the other. With a window they begin with other ones, and do not wait for each other: all heads go down. Without a
-left bound the last heads go down, since what is begun last should be short, and all others up.
+Deterministic accumulation (turns.py) with a right bound has two orders in which no KV tile waits long. *Up*: the KV
+tiles of a head start from the last one, accumulate in that order, and iterate upwards from the diagonal. Tile n reaches
+each query tile right after tile n + 1, and all can start at once; but the longest tiles come last. *Down*: KV tiles
+start and accumulate from the first one, and iterate downwards from the last query tile, with which all start, one after
+the other. With a window they start at different query tiles and do not wait for each other, so all heads go down.
+Without a left bound the last heads go down, since the tiles that start last should be short, and all others go up.
 
     causal            | partial: the diagonal   | full: all after it |
     sliding window    | partial: the right edge | full: the body     | partial: the left edge |
 
-Rows past the end need no mask: their LSE is inf, so that their P is 0.
+Rows past the end need no mask: their LSE is inf, so their P is 0.
 """
 
 from dataclasses import dataclass
@@ -32,19 +32,19 @@ from cute_kernels.tile.ptx import zero_of
 
 @dataclass(frozen=True)
 class QTiles:
-    """The query tiles that see one tile of K and V."""
+    """The query tiles that attend to one KV tile."""
 
     count: Int32
-    first: Int32  # number of the first one
-    full: Int32  # tiles from this one on are full,
-    full_end: Int32  # up to before this one
-    n: Int32  # the tile of K
-    reach: Int32 | None  # the first row's leftmost column; None without a left bound
-    reach_right: Int32 | None  # its rightmost one, where some heads go up
+    first: Int32  # index of the first tile
+    full: Int32  # first full tile, counted from `first`
+    full_end: Int32  # end of the full tiles, exclusive
+    n: Int32  # the KV tile
+    reach: Int32 | None  # leftmost column of row 0; None without a left bound
+    reach_right: Int32 | None  # rightmost column of row 0, if some heads go up
     rows: Int32
     cols: Int32
-    begin: Int32 | None  # the one that is visited first, before the others wrap around; None: the first one
-    down: Int32 | None  # whether they come in descending order; None: they do not
+    begin: Int32 | None  # the tile that iteration starts at before it wraps around; None: the first one
+    down: Int32 | None  # 1 for descending order, 0 for ascending; None: ascending
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
@@ -52,18 +52,18 @@ class QTiles:
         return self.first + self.place(i)
 
     def turn(self, number) -> Int32:
-        """How many tiles of K add to a query tile before this one (turns.py)."""
+        """Number of KV tiles that accumulate into query tile `number` before this one (turns.py)."""
         before = self.n
         if self.reach is not None:
             before = self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
         if self.reach_right is None:
             return before
         last_row = cutlass.min((number + 1) * self.tile_m, self.rows) - 1
-        last = cutlass.min(last_row + self.reach_right, self.cols - 1) // self.tile_n  # tile of K that the tile sees
+        last = cutlass.min(last_row + self.reach_right, self.cols - 1) // self.tile_n  # the query tile's last KV tile
         return select_(self.down == 1, before, last - self.n)
 
     def place(self, i) -> Int32:
-        """Of the i-th tile, in ascending order."""
+        """Position of the i-th tile in ascending order."""
         if self.begin is not None:
             i = i + self.begin
             return i - self.count * Int32(i >= self.count)
@@ -76,21 +76,22 @@ class QTiles:
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Row i sees columns i + offset - left to i + offset + right, of those that exist; offset is SeqlenInfo.offset."""
+    """Query tiles for a window: row i attends to columns i + offset - left to i + offset + right, clipped to the
+    sequence; offset is SeqlenInfo.offset."""
 
-    window: cutlass.Constexpr  # forward.config.WindowKind: which of the bounds there are
+    window: cutlass.Constexpr  # forward.config.WindowKind: the bounds that are present
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
-    around: cutlass.Constexpr[bool] = False  # whether tiles of K begin with different ones of their query tiles
-    down: cutlass.Constexpr[bool] = False  # whether all heads go down
-    # Where only the last heads do: the first of them, and how many heads of Q an item has; of packed sequences, which
-    # are one item, 0.
+    around: cutlass.Constexpr[bool] = False  # True if KV tiles start at different query tiles and wrap around
+    down: cutlass.Constexpr[bool] = False  # True if all heads go down
+    # If only the last heads go down: the first of them, and the number of query heads per batch (0 for packed
+    # sequences, which are one batch).
     last_heads: tuple[Int32, Int32 | int] | None = None
 
     def for_tile(self, n, h, b, seqlen) -> QTiles:
-        """The tiles that see tile n of K and V. Their order depends on the head, their number on the item's lengths."""
+        """The tiles that attend to KV tile n. Their order depends on the head, their count on the sequence lengths."""
         first = n * self.tile_n
         after = cutlass.min(first + self.tile_n, seqlen.cols)
         begin, end = Int32(0), seqlen.rows
@@ -104,9 +105,9 @@ class WindowRows:
         tile_begin, tile_end = begin // self.tile_m, (end + self.tile_m - 1) // self.tile_m
         count = cutlass.max(tile_end - tile_begin, 0) * Int32((begin < end) & (first < seqlen.cols))
         full = (full + self.tile_m - 1) // self.tile_m - tile_begin
-        # The last rows' tile may go past the end: rows there have no scores.
+        # The last tile is full even if it extends past the end: rows there have P = 0.
         full_end = (full_end + (self.tile_m - 1) * Int32(full_end == seqlen.rows)) // self.tile_m - tile_begin
-        # Columns past the end have scores of 0, which are none.
+        # A KV tile that extends past the end has no full tiles: the scores of those columns must be masked.
         full_end = full_end * Int32(first + self.tile_n <= seqlen.cols)
         reach = seqlen.offset - self.left if self.window.left else None
         around = n * (self.tile_n // self.tile_m) % cutlass.max(count, 1) if self.around else None
@@ -118,7 +119,7 @@ class WindowRows:
         return QTiles(count, tile_begin, full, full_end, n, *bounds, around, down, self.tile_m, self.tile_n)
 
     def bounds(self, column, seqlen) -> tuple:
-        """(begin, end) of the rows that see a column; none see one past the end."""
+        """(begin, end) of the rows that attend to a column; empty for a column past the end."""
         begin, end = Int32(0), seqlen.rows
         if self.window.right:
             begin = column - seqlen.offset - self.right
@@ -129,27 +130,27 @@ class WindowRows:
 
 @dataclass(frozen=True)
 class BlockQTiles:
-    """The query tiles of the blocks of one column: those of its partial blocks, then those of its full ones."""
+    """The query tiles of one column of blocks: those of its partial blocks, then those of its full blocks."""
 
     count: Int32
     blocks: Int32
-    partial: Int32  # how many blocks are partial
+    partial: Int32  # number of partial blocks
     partial_index: cute.Tensor  # (B, H, Mk, width)
     full_index: cute.Tensor  # (B, H, Mk, width)
-    item: Int32  # which of B,
-    head: Int32  # of H
-    column: Int32  # and of Mk
-    n: Int32  # the tile of K
+    item: Int32  # index in B
+    head: Int32  # index in H
+    column: Int32  # index in Mk
+    n: Int32  # the KV tile
     ranks: cute.Tensor | None  # BlockRows'
-    tiles_k: cutlass.Constexpr[int]  # tiles of K a block
-    steps: cutlass.Constexpr[int]  # query tiles a block
+    tiles_k: cutlass.Constexpr[int]  # KV tiles per block
+    steps: cutlass.Constexpr[int]  # query tiles per block
 
     @cute.jit
     def at(self, i) -> Int32:
-        """Number of the i-th tile; past the last one, the number of some other tile.
+        """Index of the i-th tile; past the last one, the index of some other tile.
 
-        Addresses of the lists are computed each time, by each thread for itself: they would take a dozen registers all
-        through a mainloop, and there are still fewer of those that all threads of a warp share.
+        Each thread recomputes the addresses of the lists at every call: kept in registers they would take a dozen
+        throughout the mainloop, and uniform registers are even scarcer.
         """
         block = cutlass.max(cutlass.min(i // self.steps, self.blocks - 1), 0)
         zero = zero_of(block + cute.arch.lane_idx())
@@ -162,7 +163,7 @@ class BlockQTiles:
         return row * self.steps + i % self.steps
 
     def turn(self, number) -> Int32:
-        """How many tiles of K before this one a query tile sees (turns.py)."""
+        """Number of KV tiles before this one that query tile `number` attends to (turns.py)."""
         zero = zero_of(number + cute.arch.lane_idx())
         rank = Int32(self.ranks[self.item + zero, self.head + zero, number // self.steps, self.column + zero])
         return rank * self.tiles_k + self.n % self.tiles_k
@@ -173,19 +174,19 @@ class BlockQTiles:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A BlockMask's lists by columns. Extents of 1 for the batch or the heads serve all items or heads."""
+    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast."""
 
     partial_count: cute.Tensor  # (B, H, Mk) int32
     partial_index: cute.Tensor  # (B, H, Mk, width)
     full_count: cute.Tensor
     full_index: cute.Tensor
-    ranks: cute.Tensor | None  # (B, H, Mq, Mk) int32: blocks listed before this one in its row; where turns are kept
-    mask_tensors: tuple  # what the element mask reads
-    tiles_k: cutlass.Constexpr[int]  # tiles of K a block
-    steps: cutlass.Constexpr[int]  # query tiles a block
+    ranks: cute.Tensor | None  # (B, H, Mq, Mk) int32: nonzero blocks before this one in its row; deterministic
+    mask_tensors: tuple  # captured by the element mask
+    tiles_k: cutlass.Constexpr[int]  # KV tiles per block
+    steps: cutlass.Constexpr[int]  # query tiles per block
 
     def for_tile(self, n, h, b, seqlen) -> BlockQTiles:
-        """The tiles that see tile n of K and V in head h of item b."""
+        """The tiles that attend to KV tile n in head h of batch b."""
         batch, heads = self.partial_count.shape[0], self.partial_count.shape[1]
         at = cutlass.min(b, batch - 1), cutlass.min(h, heads - 1), n // self.tiles_k
         partial, full = (cute.arch.make_warp_uniform(t[at]) for t in (self.partial_count, self.full_count))

@@ -1,11 +1,11 @@
-"""Query tiles of backward: where each one's LSE, delta and sums of dQ are in memory.
+"""Query tiles of backward: locations of LSE, delta and dq_accum in memory.
 
-Every tile of `tile_m` rows of every head has a number. Tiles of a head follow one another, of packed sequences with
-gaps: sequence b, whose rows begin at q0, has the tiles from q0 // tile_m + b on, so that none is shared by two. Arrays
-are made of whole tiles:
+Every tile of `tile_m` rows of every head has an index. Tiles of a head are consecutive, with gaps for packed sequences:
+sequence b, whose rows begin at q0, has the tiles from q0 // tile_m + b on, so no two sequences share a tile. Arrays
+consist of whole tiles:
 
-    rows   (tiles, 2, tile_m) fp32   LSE times log2(e), inf where a row sees nothing or does not exist; and delta
-    dQ     (tiles, tile_m * D) fp32  sums in the order in which threads hold them (dq_sums)
+    rows       (tiles, 2, tile_m) FP32   LSE times log2(e), inf for fully masked rows and rows past the end; and delta
+    dq_accum   (tiles, tile_m * D) FP32  in the order of threads and their registers (dq_sums)
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from ..forward.seqlen import SeqlenInfo
 
 
 def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):
-    """How many tiles a head has at most: of `rows` rows, or of all rows of so many packed sequences.
+    """Maximum number of tiles per head, for `rows` rows in total, optionally in `sequences` packed sequences.
 
-    block: block_q of a block mask. Its last block is visited as a whole, also tiles that have none of the rows.
+    block: block_q of a block mask. Its last block is processed as a whole, including tiles past the last row.
     """
     if block is not None:
         return (rows + block - 1) // block * (block // tile)
@@ -30,7 +30,7 @@ def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: i
 
 @dataclass(frozen=True)
 class DenseRows:
-    """All items have the same number of rows and columns."""
+    """All batches have the same number of rows and columns."""
 
     rows: Int32
     cols: Int32
@@ -48,9 +48,10 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Sequence b has the rows from cu_q[b] to cu_q[b + 1] of Q, and so of K and V; see seqlen.PackedSeqlens.
+    """Sequence b has rows cu_q[b] to cu_q[b + 1] of Q, and cu_k[b] to cu_k[b + 1] of K and V; see
+    seqlen.PackedSeqlens.
 
-    The rows after the last sequence, of Q or of K, are those of sequence B. It has none of the other, and no gradient.
+    The rows of Q or K after the last sequence form sequence B. They attend to nothing, and their gradients are zero.
     """
 
     cu_q: cute.Tensor  # (B + 1,) int32
@@ -59,12 +60,12 @@ class PackedRows:
     total_k: Int32
 
     def of(self, b) -> SeqlenInfo:
-        """What tiles of K ask for: no rows see the columns after the last sequence."""
+        """Lengths for KV tiles: no rows attend to the columns after the last sequence."""
         info = self.rows_of(b)
         return replace(info, rows=info.rows * Int32(b < self.cu_q.shape[0] - 1))
 
     def rows_of(self, b) -> SeqlenInfo:
-        """What query tiles ask for."""
+        """Lengths for query tiles."""
         uniform = cute.arch.make_warp_uniform
         (q0, q1), (k0, k1) = _between(self.cu_q, b, self.total_q), _between(self.cu_k, b, self.total_k)
         return SeqlenInfo(0, uniform(q1 - q0), uniform(k1 - k0), uniform(q0), uniform(k0))
@@ -73,11 +74,11 @@ class PackedRows:
         return seqlen.q0 // tile + b
 
     def find_q(self, number, tile: int) -> tuple:
-        """(sequence, tile in it) of a head's query tile."""
+        """(sequence, tile in the sequence) of a head's query tile."""
         return _find(self.cu_q, self.total_q, tile, number)
 
     def find_k(self, number, tile: int) -> tuple:
-        """The same of tiles of K, numbered in the same way."""
+        """(sequence, tile in the sequence) of a KV tile, indexed in the same way."""
         return _find(self.cu_k, self.total_k, tile, number)
 
 
@@ -86,7 +87,7 @@ def _clamped(cu: cute.Tensor, b, total):
 
 
 def _between(cu: cute.Tensor, b, total) -> tuple:
-    """(begin, end) of sequence b; of sequence B the rest, whatever the entries are within 0 and the total."""
+    """(begin, end) of sequence b; the remaining rows for sequence B. Entries are clamped to 0 and the total."""
     last = cu.shape[0] - 1
     begin = _clamped(cu, cutlass.min(b, last), total)
     end = cutlass.max(_clamped(cu, cutlass.min(b + 1, last), total), begin)

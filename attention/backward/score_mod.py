@@ -1,10 +1,10 @@
-"""A score_mod in backward's mainloops, on the scores of one thread in the accumulators of transposed products.
+"""A score_mod in backward's mainloops, applied to one thread's accumulators of transposed scores.
 
-With s a scaled score and m = score_mod(s): P = 2^(m log2(e) - LSE), dm = P (dP - delta), ds = dm * dm/ds. What
-captured tensors get is added to fp32 sums in memory by atomic operations: dm * dm/dt where an element t is read; if all
-scores of a head read one element, it is summed over a warp first.
+With s a scaled score and m = score_mod(s): P = 2^(m log2(e) - LSE), dm = P (dP - delta), ds = dm * dm/ds. Gradients of
+captured tensors are accumulated in FP32 in memory by atomics: an element t that is read gets dm * dm/dt. If all scores
+of a head read the same element, the gradient is reduced over a warp first.
 
-A scaled score of -inf is one that was masked, for which score_mod is not asked.
+A scaled score of -inf has been masked; score_mod is not applied to it.
 """
 
 import cutlass
@@ -21,26 +21,26 @@ from .config import BackwardFacts
 
 
 def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: int, col: Int32, row: Int32) -> list:
-    """What score_mod is given for element `flat` of an accumulator ((2, 2), tiles_m, ..) of transposed scores, whose
-    first is that of column `col` and query row `row`."""
+    """Arguments of score_mod for element `flat` of an accumulator ((2, 2), tiles_m, ..) of transposed scores. Element 0
+    has column `col` and query row `row`."""
     kv = Place(col, flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8)
     q = Place(row, flat // (4 * tiles_m) * 8 + flat % 2)
     if facts.score.indexes(KV_INPUT):
-        kv = cutlass.min(kv.base + kv.offset, work.seqlen.cols - 1)  # nothing past their ends is read
+        kv = cutlass.min(kv.base + kv.offset, work.seqlen.cols - 1)  # no reads out of bounds
     if facts.score.indexes(Q_INPUT):
         q = cutlass.min(q.base + q.offset, work.seqlen.rows - 1)
     return [score * work.softcap, work.b, work.h, work.seqlen.q_position(q), work.seqlen.k_position(kv)]
 
 
 def p_of(facts: BackwardFacts, work, score: Float32, lse: Float32, inputs: list) -> Float32:
-    """P of a score; 0 where it was masked, and where a row is past the end or sees nothing, whose LSE is inf."""
+    """P of a score; 0 if it is masked, or if its row is past the end or fully masked, so that LSE is inf."""
     m = lower(facts.score.program, inputs, work.score_tensors)
     p = exp2(m * work.scale_log2 - lse)
     return Float32(select_((score == -Float32.inf) | (lse == Float32.inf), Float32(0.0), p))
 
 
 def times_slope(facts: BackwardFacts, work, p: Float32, value: Float32, inputs: list) -> Float32:
-    """value dm/ds, where P is not 0."""
+    """Return value * dm/ds if P is not 0."""
     if facts.score.adds:
         return value
     slope = lower(facts.score.slope, inputs, work.score_tensors)
@@ -48,9 +48,9 @@ def times_slope(facts: BackwardFacts, work, p: Float32, value: Float32, inputs: 
 
 
 def ds_of(facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, place: tuple, totals: list) -> Float32:
-    """dS of an element, and what it gives to the gradients of captured tensors.
+    """Return dS of an element, and accumulate its gradients of captured tensors.
 
-    kept: its score, or P times dm/ds (BackwardFacts.keeps_scores); dp: dP - delta; place: the last arguments of
+    kept: its score, or P times dm/ds (BackwardFacts.keeps_scores). dp: dP - delta. place: the last arguments of
     inputs_at.
     """
     if not facts.score_reads:
@@ -63,12 +63,12 @@ def ds_of(facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, 
 
 
 def no_totals(facts: BackwardFacts) -> list:
-    """Of each read that all scores of a head have in common, a sum over a thread's elements."""
+    """Zeros for the per-thread sums of each read; used by reads that all scores of a head have in common."""
     return [Float32(0.0) for _ in facts.score_reads]
 
 
 def add_gradients(facts: BackwardFacts, work, dm: Float32, inputs: list, totals: list):
-    """Add what an element gives to the gradients of captured tensors, or to `totals`."""
+    """Add an element's gradients of captured tensors to memory, or to `totals`."""
     values, ranges = values_of(facts.score.program, inputs, work.score_tensors), ranges_of(facts.score.program)
     for number, read in enumerate(facts.score_reads):
         slope = lower(read.slope, inputs, work.score_tensors).to(Float32)

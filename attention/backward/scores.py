@@ -1,4 +1,4 @@
-"""From scores to P and dS, in the accumulators of transposed products: a thread's rows are columns of the scores.
+"""Compute P and dS in accumulators of transposed scores, whose rows are columns of the score matrix.
 
 P = 2^(S scale log2(e) - LSE)        dS = P (dP - delta), with a softcap times 1 - tanh^2
 """
@@ -21,26 +21,26 @@ from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slop
 
 @dataclass(frozen=True)
 class Work:
-    """One head's query tiles, and what masks and dQ need."""
+    """One head's query tiles, and the arguments of masks, score_mod and dQ."""
 
     source: Any  # q_tiles.WindowRows or BlockRows
-    tiles: Any  # what source.for_tile gave
+    tiles: Any  # source.for_tile of this tile
     seqlen: Any  # forward.seqlen.SeqlenInfo
     b: Int32
     h: Int32
     col: Int32  # the thread's first column of the score matrix
-    col0: Int32  # the tile's first
-    first_tile: Int32  # number of the head's first query tile, as row_tiles counts
-    dq: Int64  # address of dQ's sums
-    turns: Int64 | None  # address of the numbers of turns, one for each warp of each query tile (turns.py)
+    col0: Int32  # the tile's first column
+    first_tile: Int32  # index of the head's first query tile, as row_tiles counts
+    dq: Int64  # address of dq_accum
+    turns: Int64 | None  # address of the semaphores, one per warp and query tile (turns.py)
     scale_log2: Float32
-    softcap: Float32  # with a score_mod, what scores are multiplied by before it
-    score_tensors: tuple | None = None  # what a score_mod reads
-    score_sums: tuple | None = None  # of those that get gradients, the sums that these are added to
+    softcap: Float32  # with a score_mod, the factor applied to scores before it
+    score_tensors: tuple | None = None  # tensors that score_mod reads
+    score_sums: tuple | None = None  # FP32 gradient accumulators of those that need a gradient
 
 
 def row_values(at: Int32, columns: int) -> cute.Tensor:
-    """(columns,): LSE or delta of the query rows that this thread has scores of, two of every eight from `at` on."""
+    """Load LSE or delta of the query rows of this thread's scores, (columns,): two of every eight from `at` on."""
     values = cute.make_rmem_tensor(columns, Float32)
     for i in range(0, columns, 2):
         place = make_ptr(Float32, at + i * 4 * FP32, AddressSpace.smem, assumed_align=2 * FP32)
@@ -54,11 +54,11 @@ def mask_scores(
     facts: cutlass.Constexpr[BackwardFacts],
     scores: cute.Tensor,  # (rows, columns) of this thread
     work: Work,
-    i: Int32,  # of the head's query tiles
+    i: Int32,  # query tile of the head
     col: Int32,  # the thread's first column of the score matrix
     row0: Int32,  # the first query row of this warp's scores
 ):
-    """-inf where a row does not see a column."""
+    """Set masked scores to -inf."""
     if const_expr(facts.blocks is not None):
         if work.tiles.is_partial(i) or work.col0 + facts.config.tile_n > work.seqlen.cols:
             tensors = work.source.mask_tensors
@@ -77,11 +77,11 @@ def scores_to_p(
     i: Int32,
     col: Int32,
     row0: Int32,
-    lse: Int32,  # address of this thread's first, in shared memory
+    lse: Int32,  # shared memory address of this thread's first value
 ):
-    """Scores to P in place. Returns what the softcap multiplies dS by, 16 bits each; None without one.
+    """Compute P from the scores in place. Returns the factors of dS due to the softcap, in 16 bits; None without one.
 
-    When P has been rounded, it may be multiplied by that: dP then needs no more registers than without a softcap.
+    Once P has been rounded, it may be multiplied by them, so that dP needs no more registers than without a softcap.
     """
     scores, slopes = rows_and_columns(acc_S, tiles_m), None
     if const_expr(facts.softcap):
@@ -106,10 +106,10 @@ def changed_scores_to_p(
     work: Work,
     col: Int32,
     row0: Int32,
-    lse: Int32,  # address of this thread's first, in shared memory
+    lse: Int32,  # shared memory address of this thread's first value
 ) -> cute.Tensor:
-    """P of scores that a score_mod changes, in `dtype`; acc_S becomes P times d score_mod / d score, or stays
-    (BackwardFacts.keeps_scores)."""
+    """Return P with a score_mod, in `dtype`. acc_S becomes P times d score_mod / d score, unless
+    BackwardFacts.keeps_scores."""
     values = row_values(lse, const_expr(cute.size(acc_S) // (2 * tiles_m)))
     rounded = cute.make_rmem_tensor(cute.size(acc_S), dtype)
     row = row0 + cute.arch.lane_idx() % 4 * 2
@@ -125,16 +125,16 @@ def changed_scores_to_p(
 @cute.jit
 def changed_p_to_ds(
     facts: cutlass.Constexpr[BackwardFacts],
-    acc_P: cute.Tensor,  # (MMA, MMA_M, MMA_N), what changed_scores_to_p left
-    acc_dP: cute.Tensor,  # the same
+    acc_P: cute.Tensor,  # (MMA, MMA_M, MMA_N), acc_S after changed_scores_to_p
+    acc_dP: cute.Tensor,  # (MMA, MMA_M, MMA_N)
     tiles_m: cutlass.Constexpr[int],
     work: Work,
     col: Int32,
     row0: Int32,
-    lse: Int32,  # addresses of this thread's first, in shared memory
+    lse: Int32,  # shared memory addresses of this thread's first values
     delta: Int32,
 ):
-    """dP to dS in place, and the gradients of captured tensors."""
+    """Compute dS from dP in place, and the gradients of captured tensors."""
     lses, deltas = (row_values(at, const_expr(cute.size(acc_P) // (2 * tiles_m))) for at in (lse, delta))
     totals, row = no_totals(facts), row0 + cute.arch.lane_idx() % 4 * 2
     for v in range_constexpr(cute.size(acc_P)):
@@ -147,11 +147,11 @@ def changed_p_to_ds(
 @cute.jit
 def p_to_ds(
     acc_P: cute.Tensor,  # (MMA, MMA_M, MMA_N)
-    acc_dP: cute.Tensor,  # the same
+    acc_dP: cute.Tensor,  # (MMA, MMA_M, MMA_N)
     tiles_m: cutlass.Constexpr[int],
-    delta: Int32,  # address of this thread's first, in shared memory
+    delta: Int32,  # shared memory address of this thread's first value
 ):
-    """dP to dS in place."""
+    """Compute dS from dP in place."""
     p, ds = rows_and_columns(acc_P, tiles_m), rows_and_columns(acc_dP, tiles_m)
     values = row_values(delta, cute.size(ds, mode=[1]))
     for column in range_constexpr(cute.size(ds, mode=[1])):

@@ -1,30 +1,30 @@
-"""The sm_90 mainloop where warpgroups share the columns of dK and dV: of 64 rows of K a CTA, or of head dimensions
-above 128.
+"""The sm_90 mainloop with the head dimension of dK and dV split across warpgroups, for 64 rows of K per CTA or head
+dimensions above 128.
 
 Each of two warpgroups has all rows of K, and half of the columns of dK and dV. It computes S' and dP' of its own part
-of a step's query rows, and gives P' and dS' to the other through shared memory. What it has of its own stays in
-registers as an A operand, so that half of dV's and dK's products begin before the others' part is known:
+of a step's query rows, and passes P' and dS' to the other warpgroup through shared memory. Its own part stays in
+registers as an A operand, so that half of the WGMMAs of dV and dK start before the other's part is available:
 
     wait Q[i] -> issue S' = K Q[own]' -> wait dO[i] -> issue dP' = V dO[own]' -> wait S'
-    P' = 2^(S' - LSE) -> the other has read the last -> P' to shared memory -> issue dV += P'[own] dO[own] -> wait dP'
+    P' = 2^(S' - LSE) -> wait for the other's reads -> P' to shared memory -> issue dV += P'[own] dO[own] -> wait dP'
     dS' = P' (dP' - delta) -> to shared memory -> issue dK += dS'[own] Q[own] -> all consumers
     issue dQ = dS K, dV += P'[other] dO[other], dK += dS'[other] Q[other]
-    wait dQ -> to shared memory, from there added to memory -> wait dV, release dO[i] -> wait dK, release Q[i]
+    wait dQ -> to shared memory, from there added to dq_accum -> wait dV, release dO[i] -> wait dK, release Q[i]
 
-What is a warpgroup's own, and what of dQ it computes, is one of two (SharedColumnsConfig.query_tiles):
+SharedColumnsConfig.query_tiles determines a warpgroup's own part, and the part of dQ that it computes:
 
-    query tiles of a step    own             dQ
-    1                        32 query rows   of all 64, half of the columns; of both warpgroups' dS
-    2                        a query tile    of its own tile, all columns; of its own dS
+    query tiles per step    own             dQ
+    1                       32 query rows   all 64 rows, half of the columns; from both warpgroups' dS
+    2                       a query tile    its own tile, all columns; from its own dS
 
-With two tiles the last step may have one only. The second warpgroup then does the first one's again, with P of 0.
+With two tiles per step the last step may have only one. The second warpgroup then repeats the first one's, with P = 0.
 
-Rings hold pieces of as many query rows as are a warpgroup's own, two a stage: piece `2 stage + g` is warpgroup g's.
-dQ goes to memory in `dq_parts` parts of its columns one after the other, through a part's place in shared memory.
+Rings hold pieces of a warpgroup's own query rows, two per stage: piece `2 stage + g` belongs to warpgroup g. dQ is
+stored in `dq_parts` parts of its columns one after the other, through one buffer in shared memory.
 
-    named barriers   1       all consumers: P and dS are in shared memory, or rows past the end are zeros
-                     2, 3    each consumer: a part of dQ is in shared memory, or may be written again
-                     4, 5    both consumers: warpgroup 0, 1 has read what the other wrote in the step before
+    named barriers   1       all consumers: P and dS are in shared memory, or rows past the end are zeroed
+                     2, 3    one consumer: a part of dQ is in shared memory, or the buffer may be written again
+                     4, 5    both consumers: warpgroup 0, 1 has read the other's P and dS of the previous step
 """
 
 from dataclasses import dataclass, replace
@@ -57,16 +57,16 @@ GROUPS = 2
 
 @dataclass(frozen=True)
 class ColumnsConsumer(Consumer):
-    """A warpgroup's; tVrP and tKrdS, of the base, are its own P' and dS'. PIPE counts pieces."""
+    """State of a consumer warpgroup. The inherited tVrP and tKrdS are its own P' and dS'. PIPE counts pieces."""
 
     tVsP: cute.Tensor  # (MMA, 1, MMA_K, group): P' as an A operand in shared memory
     tKsdS: cute.Tensor  # (MMA, 1, MMA_K, group)
-    sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): where this thread's part goes, as sdS[0]
-    turn: cute.Tensor | None  # (1,) Int64: the number to move on when dQ is in memory, 0 for none
+    sP: cute.Tensor  # (R2S, R2S_M, R2S_N, group): destination of this thread's part, as sdS[0]
+    turn: cute.Tensor | None  # (1,) Int64: address of the semaphore to increment once dQ is in memory, 0 for none
 
 
 def divided(dtype, rows: int, cols: int, parts: int, stages: int, row_major: bool):
-    """A ring (rows, cols, PIPE) whose swizzle ends where each of `parts` parts of the columns does.
+    """Layout of a ring (rows, cols, PIPE) with a swizzle atom that divides each of `parts` parts of the columns.
 
     row_major: as loaded; otherwise the same memory as (cols, rows, PIPE).
     """
@@ -79,24 +79,26 @@ def divided(dtype, rows: int, cols: int, parts: int, stages: int, row_major: boo
 
 
 class SharedColumnsSm90(MainloopSm90):
-    """Steps over the query tiles of one tile of K and V, of two warpgroups that share the columns of dK and dV."""
+    """Steps over the query tiles of one KV tile, with the columns of dK and dV split across two warpgroups."""
 
     def check_config(self):
         cfg = self.cfg
         if (cfg.tile_m, cfg.tile_n, cfg.groups) != (ROWS, ROWS, GROUPS) or cfg.query_tiles not in (1, GROUPS):
-            raise ValueError(f"{cfg}: {GROUPS} warpgroups share columns, of 1 or {GROUPS} tiles of {ROWS}x{ROWS}")
+            raise ValueError(
+                f"{cfg}: split columns require {ROWS}x{ROWS} tiles, {GROUPS} warpgroups and 1 or {GROUPS} query tiles"
+            )
         if self.facts.head_dim // cfg.dq_groups % (8 * cfg.dq_parts):
-            raise ValueError(f"{cfg}: {cfg.dq_parts} parts of dQ do not have whole columns")
+            raise ValueError(f"{cfg}: dq_parts {cfg.dq_parts} must divide dQ's columns into multiples of 8")
         if cfg.stages < 2:
-            raise ValueError(f"{cfg}: Q of the step ahead needs a stage of its own")
+            raise ValueError(f"{cfg}: stages must be at least 2, since Q of the next step is prefetched")
         if cfg.direct and self.facts.deterministic:
-            raise ValueError(f"{cfg}: what is added to memory from registers has no order")
+            raise ValueError(f"{cfg}: direct is nondeterministic; use direct=False for a deterministic kernel")
 
-    # ------------------------------------------------------------------ what the kernel asks
+    # ------------------------------------------------------------------ interface to the kernel
 
     @property
     def pair(self) -> bool:
-        """Whether each warpgroup has a query tile of its own."""
+        """True if each warpgroup processes its own query tile."""
         return self.cfg.query_tiles == GROUPS
 
     @property
@@ -125,7 +127,7 @@ class SharedColumnsSm90(MainloopSm90):
         return c.group * (cute.size(acc) * WARPGROUP // ROWS)
 
     def state_of_do(self, at):
-        """Of dO's ring, by that of Q's."""
+        """State of dO's ring, given that of Q's."""
         if self.facts.stages_do == self.cfg.stages:
             return at
         return pipeline.PipelineState(1, at.count, Int32(0), at.count % 2)
@@ -137,11 +139,11 @@ class SharedColumnsSm90(MainloopSm90):
     def dq_part(self, group: Int32):
         return 0 if self.pair else group
 
-    # ------------------------------------------------------------------ storage, products
+    # ------------------------------------------------------------------ storage, MMAs
 
     def layouts(self) -> dict:
-        """As loaded and written: sQ (piece_rows, D, PIPE), sdO (piece_rows, Dv, PIPE), sK (tile_n, D), sV (tile_n, Dv),
-        sP and sdS (tile_n, piece_rows, group)."""
+        """Shared memory layouts as loaded and written: sQ (piece_rows, D, PIPE), sdO (piece_rows, Dv, PIPE), sK
+        (tile_n, D), sV (tile_n, Dv), sP and sdS (tile_n, piece_rows, group)."""
         cfg, facts = self.cfg, self.facts
         of_q, of_do = GROUPS * cfg.stages, GROUPS * facts.stages_do
         scores = smem_layout(self.dtype, cfg.tile_n, self.piece_rows, GROUPS, True)
@@ -157,7 +159,7 @@ class SharedColumnsSm90(MainloopSm90):
     def transposed(self) -> dict:
         cfg, facts = self.cfg, self.facts
         of_q, of_do = GROUPS * cfg.stages, GROUPS * facts.stages_do
-        # Of dQ's rows; where both warpgroups' dS is read together, one lies behind the other.
+        # sdS for dQ. If both warpgroups' dS is read together, one follows the other.
         count, rows = (GROUPS, self.piece_rows) if self.pair else (1, cfg.tile_m)
         return {
             "sQ": divided(self.dtype, self.piece_rows, facts.head_dim, GROUPS, of_q, False),
@@ -171,12 +173,12 @@ class SharedColumnsSm90(MainloopSm90):
 
     @property
     def part_values(self) -> int:
-        """Of a part of a thread's sums."""
+        """Values per thread in a part of dQ."""
         return self.sums.values // self.cfg.dq_parts
 
     @property
     def part_bytes(self) -> int:
-        """Of a part of a warpgroup's sums."""
+        """Bytes per warpgroup in a part of dQ."""
         return self.part_values * WARPGROUP * FP32
 
     def storage(self) -> type:
@@ -204,13 +206,13 @@ class SharedColumnsSm90(MainloopSm90):
         return SharedStorage
 
     def make_mmas(self) -> tuple:
-        """(S', dP', dV and dK of own rows, dQ, dV and dK of the other's)."""
+        """Tiled MMAs (S', dP', dV and dK of own rows, dQ, dV and dK of the other's rows)."""
         facts = self.facts
         k, mn = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
         def product(a, b, groups: int, columns: int, source):
-            """Of `groups` warpgroups side by side, each with `columns` columns."""
+            """Tiled MMA of `groups` warpgroups along N, each with `columns` columns."""
             make = sm90_utils.make_trivial_tiled_mma
             return make(self.dtype, self.dtype, a, b, Float32, (1, groups, 1), (ROWS, columns), source)
 
@@ -288,19 +290,19 @@ class SharedColumnsSm90(MainloopSm90):
 
     @cute.jit
     def wait_for_q(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """For Q of step i."""
+        """Wait for Q of step i."""
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, i, at.index, "sQ")
 
     @cute.jit
     def step(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """dK, dV and dQ of step i of a head; `at` is the state of Q's ring."""
+        """Compute dK, dV and dQ of step i of a head; `at` is the state of Q's ring."""
         tile = i * GROUPS + c.group if const_expr(self.pair) else i
         number = work.tiles.at(cutlass.min(tile, work.tiles.count - 1))
         other = 1 - c.group
         of_do = self.state_of_do(at)
-        rows, q, do = at.index * self.cfg.query_tiles, at.index * GROUPS, of_do.index * GROUPS  # places in rings
+        rows, q, do = at.index * self.cfg.query_tiles, at.index * GROUPS, of_do.index * GROUPS  # indices in rings
         cute.arch.barrier_arrive(barrier_id=BACKWARD_READ + c.group, number_of_threads=GROUPS * WARPGROUP)
         c.pipe_do.consumer_wait(of_do)
         if const_expr(self.facts.packed):
@@ -312,31 +314,31 @@ class SharedColumnsSm90(MainloopSm90):
                 c.acc_S.fill(-Float32.inf)
         self.scores_to_p(c, work, rows, number)
         cute.arch.barrier(barrier_id=BACKWARD_READ + other, number_of_threads=GROUPS * WARPGROUP)
-        self.share(c, c.tVrP, c.sP)
+        self.store_operand(c, c.tVrP, c.sP)
         self.start_dv(c, do + c.group)
         warpgroup.wait_group(1)
         self.p_to_ds(c, work, rows, number)
         self.convert(c.acc_dP, c.tKrdS)
-        self.share(c, c.tKrdS, c.sdS[0])
+        self.store_operand(c, c.tKrdS, c.sdS[0])
         self.start_dk(c, q + c.group)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BACKWARD_ALL, number_of_threads=GROUPS * WARPGROUP)
-        self.finish_products(c, work, i, at, of_do, tile, number)
+        self.finish_step(c, work, i, at, of_do, tile, number)
 
     @cute.jit
-    def finish_products(self, c: ColumnsConsumer, work: Work, i: Int32, at, of_do, tile: Int32, number: Int32):
-        """The rest of a step, when P' and dS' of both warpgroups are in shared memory."""
+    def finish_step(self, c: ColumnsConsumer, work: Work, i: Int32, at, of_do, tile: Int32, number: Int32):
+        """Finish a step, once P' and dS' of both warpgroups are in shared memory."""
         other = 1 - c.group
         all_of, q, do = (None, None, None), at.index * GROUPS + other, of_do.index * GROUPS + other
         of_dv = c.mmas[5], c.acc_dV, c.tVsP[*all_of, other], c.tVrdO[0][*all_of, do]
         of_dk = c.mmas[6], c.acc_dK, c.tKsdS[*all_of, other], c.tKrQ[0][*all_of, q]
         one_do = const_expr(int(self.facts.stages_do < self.cfg.stages))
         if const_expr(one_do):  # dV first, so that the next dO is loaded early
-            self.add_product(*of_dv)
+            self.issue_mma(*of_dv)
         self.start_dq(c, c.group if const_expr(self.pair) else 0, 0)
         if const_expr(not one_do):
-            self.add_product(*of_dv)
-        self.add_product(*of_dk)
+            self.issue_mma(*of_dv)
+        self.issue_mma(*of_dk)
         early = const_expr(int(self.cfg.dq_parts == 1))
         if const_expr(early):
             self.start_next_s(c, work, i, at)
@@ -352,13 +354,13 @@ class SharedColumnsSm90(MainloopSm90):
             c.pipe_do.consumer_release(of_do)
         for part in range_constexpr(1, self.cfg.dq_parts):
             self.add_part(c, work, tile, number, part)
-        # Also for S': with products in flight at a loop's end, the compiler serialises all of them.
+        # Also for S': with WGMMAs in flight at the end of a loop iteration, the compiler serializes all of them.
         warpgroup.wait_group(0)
         c.pipe_q.consumer_release(at)
 
     @cute.jit
     def start_next_s(self, c: ColumnsConsumer, work: Work, i: Int32, at):
-        """Start S' of the step after i; after the last one, that of i again, which nobody uses."""
+        """Issue S' of step i + 1; after the last step S' of step i again, which is never read."""
         following = at.clone()
         following.advance()
         stage = at.index
@@ -366,29 +368,29 @@ class SharedColumnsSm90(MainloopSm90):
             self.wait_for_q(c, work, i + 1, following)
             stage = following.index
         for v in range_constexpr(cute.size(c.acc_S)):
-            c.acc_S[v] = zero_here()  # or what P was is computed anew here, as what the product begins with
+            c.acc_S[v] = zero_here()  # otherwise the compiler recomputes P here as the WGMMA's initial accumulators
         self.start_s(c, stage * GROUPS + c.group)
 
-    def add_product(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-        """Start acc += A B."""
+    def issue_mma(self, mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+        """Issue acc += A B."""
         start_product(mma, acc, *in_steps(a, b), False)
 
-    def share(self, c: ColumnsConsumer, values: cute.Tensor, place: cute.Tensor):
-        """P' or dS' to shared memory."""
+    def store_operand(self, c: ColumnsConsumer, values: cute.Tensor, place: cute.Tensor):
+        """Store P' or dS' to shared memory."""
         thread = c.copy_dS.get_slice(cute.arch.thread_idx()[0] % WARPGROUP)
         values = thread.retile(cute.make_tensor(values.iterator, c.acc_dP.layout))
         cute.copy(c.copy_dS, values, place[None, None, None, c.group])
 
     @cute.jit
-    def wait_for_sums(self, c: ColumnsConsumer):
-        """Until this warpgroup's part of the sums in shared memory has been read, and with turns is in memory."""
+    def wait_for_dq_buffer(self, c: ColumnsConsumer):
+        """Wait until this warpgroup's dQ buffer has been read; if deterministic, until it has been added to memory."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-            self.finish_sums(c)
+            self.finish_copy(c)
         self.sync(c.group)
 
     @cute.jit
-    def finish_sums(self, c: ColumnsConsumer):
-        """By the thread that issued the copy."""
+    def finish_copy(self, c: ColumnsConsumer):
+        """Wait for the bulk copy and increment its semaphore; called by the thread that issued the copy."""
         cute.arch.cp_async_bulk_wait_group(0, read=not self.facts.deterministic)
         if const_expr(self.facts.deterministic):
             if c.turn[0] != 0:
@@ -397,18 +399,18 @@ class SharedColumnsSm90(MainloopSm90):
 
     @cute.jit
     def drain(self, c: ColumnsConsumer):
-        """Before the CTA ends, its shared memory must have been read."""
+        """Wait until the CTA's shared memory has been read, before it exits."""
         if const_expr(not self.cfg.direct):
             if cute.arch.thread_idx()[0] % WARPGROUP == 0:
-                self.finish_sums(c)
+                self.finish_copy(c)
 
     def sync(self, group: Int32):
-        """All 128 threads of one warpgroup."""
+        """Synchronize the 128 threads of one warpgroup."""
         cute.arch.barrier(barrier_id=BACKWARD_DQ + group, number_of_threads=WARPGROUP)
 
     @cute.jit
     def add_part(self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]):
-        """Add a part of this warpgroup's dQ to that in memory; a tile past the last one is not."""
+        """Add a part of this warpgroup's dQ to dq_accum, unless the tile is past the last one."""
         if const_expr(self.cfg.direct):
             if tile < work.tiles.count:
                 self.add_part_directly(c, work, number, part)
@@ -416,7 +418,7 @@ class SharedColumnsSm90(MainloopSm90):
             self.add_part_by_copy(c, work, tile, number, part)
 
     def add_part_directly(self, c: ColumnsConsumer, work: Work, number: Int32, part: int):
-        """From registers."""
+        """Add a part of dQ to dq_accum from registers."""
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         at = work.dq + Int64(number) * (self.sums.size * FP32)
         at += self.place_of_part(c, part) + self.sums.offset(tidx, 0) * FP32
@@ -427,15 +429,15 @@ class SharedColumnsSm90(MainloopSm90):
             )
 
     def place_of_part(self, c: ColumnsConsumer, part: int) -> Int32:
-        """Bytes from a query tile's sums to a part of this warpgroup's."""
+        """Byte offset of a part of this warpgroup's dQ from the start of a query tile's dq_accum."""
         return (self.dq_part(c.group) * self.cfg.dq_parts + part) * self.part_bytes
 
     @cute.jit
     def add_part_by_copy(
         self, c: ColumnsConsumer, work: Work, tile: Int32, number: Int32, part: cutlass.Constexpr[int]
     ):
-        """By one bulk copy from shared memory."""
-        self.wait_for_sums(c)
+        """Add a part of dQ to dq_accum by one bulk copy from shared memory."""
+        self.wait_for_dq_buffer(c)
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         layout = cute.make_layout(self.sums.vector)
         for r in range_constexpr(0, self.part_values, self.sums.vector):

@@ -25,7 +25,7 @@ def store_fragment(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, t
 
 @cute.jit
 def store_fp32(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr):
-    """The same in FP32, two neighbouring columns at a time."""
+    """store_fragment for FP32, two adjacent columns at a time."""
     values = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for r in range_constexpr(2 * tiles_m):
         if row + 8 * r < rows:
@@ -40,7 +40,7 @@ def store_fp32(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles
 
 @cute.jit
 def store_pairs(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr):
-    """The same of any number of columns that is a multiple of 8, two at a time."""
+    """store_fragment for any number of columns that is a multiple of 8, two at a time."""
     values = cute.make_rmem_tensor(cute.size(acc), mX.element_type)
     values.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(mX.element_type))
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, columns / 8)

@@ -15,12 +15,15 @@ TURN = 4  # bytes of a semaphore
 
 @cute.jit
 def wait_for_turn(at: Int64, turn: Int32):
-    """Until the number at an address is `turn`; by one thread."""
+    """Spin until the semaphore at address `at` equals `turn`; called by one thread."""
     seen = load_acquire(at)
     while seen != turn:
         seen = load_acquire(at)
 
 
 def end_turn(at: Int64, bulk: bool):
-    """By a thread whose sums are in memory; `bulk`: it added them by a bulk operation, and has waited for that."""
+    """Increment the semaphore at address `at`. The calling thread's accumulation is in memory.
+
+    bulk: it was added by a bulk copy, which the thread has waited for.
+    """
     release_add(at, 1, bulk)

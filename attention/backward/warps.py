@@ -1,7 +1,7 @@
-"""How the warps of the sm_80 path share the products of a step of backward.
+"""Split of the matmuls of a backward step across the warps of the sm_80 path.
 
-A product's result is shared by `rows` x `columns` warps, warp number w having row w % rows and column w // rows of
-them. mma.sync computes 16 rows, and ldmatrix reads operands of 16 rows or columns.
+A matmul's output is split across `rows` x `columns` warps; warp w has row w % rows and column w // rows of them.
+mma.sync computes 16 rows, and ldmatrix reads operands of 16 rows or columns.
 
 A warp with 32 rows reads the other operand half as often as one with 16, but needs twice the accumulators.
 """
@@ -13,7 +13,7 @@ MMA_ROWS = 16
 
 @dataclass(frozen=True)
 class Split:
-    """How many warps share a product's rows, and its columns."""
+    """Number of warps along a matmul's rows and columns."""
 
     rows: int
     columns: int
@@ -25,10 +25,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Warps:
-    """Who computes what.
+    """Splits of all matmuls.
 
-    Where each warp has all columns of its scores, P' and dS' are A operands in its registers. Otherwise they pass
-    through shared memory.
+    If each warp has all columns of its scores, P' and dS' are A operands in its registers. Otherwise they pass through
+    shared memory.
     """
 
     scores: Split  # of S' and dP' (tile_n, tile_m)
@@ -37,15 +37,15 @@ class Warps:
 
     @property
     def in_registers(self) -> bool:
-        """Whether P' and dS' stay in the registers of who computed them."""
+        """True if P' and dS' stay in registers."""
         return self.scores == self.kv and self.scores.columns == 1
 
 
 def split(rows: int, widths: tuple, warps: int) -> Split:
-    """`warps` warps share `rows` rows: 32 each if that leaves them all of each width in parts that ldmatrix reads.
+    """Split `rows` rows across `warps` warps, 32 or else 16 rows each, and each width in parts that ldmatrix reads.
 
     Raises:
-        ValueError: there is no such way to share them.
+        ValueError: no such split exists.
     """
     for height in (2 * MMA_ROWS, MMA_ROWS):
         along = rows // height
@@ -53,19 +53,19 @@ def split(rows: int, widths: tuple, warps: int) -> Split:
             columns = warps // along
             if all(width % (16 * columns) == 0 for width in widths):
                 return Split(along, columns)
-    raise ValueError(f"{warps} warps cannot share products of {rows} rows and {' or '.join(map(str, widths))} columns")
+    raise ValueError(f"cannot split {rows} rows and {' or '.join(map(str, widths))} columns across {warps} warps")
 
 
 def split_of_dq(config, head_dim: int) -> Split:
-    """Of dQ's tile (tile_m, head_dim)."""
+    """The split of dQ's tile (tile_m, head_dim)."""
     return split(config.tile_m, (head_dim,), config.groups)
 
 
 def warps_of(config, head_dim: int, head_dim_v: int) -> Warps:
-    """Of a configuration of the sm_80 path: `config.groups` warps.
+    """The splits of a configuration of the sm_80 path across its `config.groups` warps.
 
     Raises:
-        ValueError: they cannot share its tiles.
+        ValueError: the tiles cannot be split.
     """
     dq = split_of_dq(config, head_dim)
     height = config.tile_n // config.groups
