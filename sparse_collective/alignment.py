@@ -7,7 +7,7 @@ ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need of a base address
 
 
 def note(name: str, tensor: Tensor, how: str) -> list[str]:
-    """What a plan says of a tensor at such an address; nothing where it is aligned."""
+    """Note of a plan on a misaligned tensor; empty if it is aligned."""
     off = 0 if tensor.is_meta else tensor.data_ptr() % ALIGNMENT
     return [f"{name} begins {off} bytes off {ALIGNMENT}-byte alignment: {how}; clone() makes it aligned"] if off else []
 

@@ -43,8 +43,8 @@ MOST_FORMS = 16  # of values for one pattern, that are remembered
 
 @dataclass(eq=False)
 class PatternFacts:
-    """What is known of the pattern of two index tensors, for matrices that live for one call: the facts of the cache
-    of crow_indices (runtime.derived.of_tensor)."""
+    """Cached facts of the pattern of two index tensors, for matrices that live for one call; stored in the cache of
+    crow_indices (runtime.derived.of_tensor)."""
 
     col_indices: weakref.ref
     shape: tuple[int, ...]  # without the batch
@@ -311,7 +311,7 @@ class BsrMatrix(Conversions, LikeTensor):
         return other
 
     def known(self, key: tuple, tensors_of: Callable = tuple, *, rows_alone: bool = False):
-        """What `derived` would return without making it, else None."""
+        """The cached value that `derived` would return, or None."""
         state = state_of(self.crow_indices) if rows_alone else state_of(self.crow_indices, self.col_indices)
         if state is None or self.plans is None:
             return None
@@ -397,7 +397,7 @@ class BsrMatrix(Conversions, LikeTensor):
     def row_of_block(self) -> Tensor:
         """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.
 
-        Of a batch with a pattern for each item, block-row r of item l is number l * n_block_rows + r.
+        In a batch with a pattern per matrix, block row r of matrix l has index l * n_block_rows + r.
         """
         lengths = self.crow_indices.diff().flatten()
         rows = torch.arange(len(lengths), dtype=lengths.dtype, device=self.device)
@@ -418,7 +418,7 @@ class BsrMatrix(Conversions, LikeTensor):
 
     @property
     def scaled_per(self) -> str | None:
-        """What a scale is for: "tensor" (all values), "block" (a stored block); None without scales."""
+        """Granularity of the scales: "tensor" (all values) or "block" (a stored block); None without scales."""
         if self.stored_scales is None:
             return None
         return "tensor" if self.stored_scales.shape == (1,) else "block"
@@ -449,7 +449,7 @@ class BsrMatrix(Conversions, LikeTensor):
 
     @property
     def device(self) -> torch.device:
-        """Where all three tensors are."""
+        """Device of all three tensors."""
         return self.stored.device
 
     def __repr__(self) -> str:
@@ -471,7 +471,7 @@ class BsrMatrix(Conversions, LikeTensor):
     def __getstate__(self) -> tuple:
         base = self if self.base is None else self.base
         parts = base.crow_indices, base.col_indices, bits(base.stored), base.shape, base.check
-        # pickle does not take 8-bit floats (seen in torch 2.13), only torch.save does.
+        # pickle does not support FP8 (seen in torch 2.13); torch.save does.
         float8 = (self.dtype, self.stored_scales) if self.dtype in FLOAT8 else ()
         return *parts, self.base is not None, *float8
 

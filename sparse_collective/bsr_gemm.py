@@ -128,7 +128,7 @@ class BsrGemm:
 
 
 class ScaledBsrGemm(BsrGemm):
-    """BsrGemm of 8-bit floats with scales: of W one value or one for each stored block, and of b's columns."""
+    """BsrGemm in FP8 with scales: one for W or one per stored block, and one per column of b."""
 
     @cute.jit
     def __call__(
@@ -171,7 +171,7 @@ class ScaledBsrGemm(BsrGemm):
 
 
 class NarrowBsrGemm(ScaledBsrGemm):
-    """The same, of operands of any dtype, into 8-bit floats; see NarrowGemm."""
+    """ScaledBsrGemm with operands of any dtype and an FP8 output; see NarrowGemm."""
 
     @cute.jit
     def __call__(

@@ -1,4 +1,4 @@
-"""Which configurations of the GEMM kernels are tried for a block-sparse product: short lists, made on an H200."""
+"""Candidate configurations of block-sparse GEMM: short lists, tuned on an H200."""
 
 from dataclasses import replace
 
@@ -14,10 +14,10 @@ def bsr_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
 
 
 def promoted_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """For promoted sums, which want both warpgroups on one tile: cooperative kernels in the place of ping-pong ones,
-    for blocks narrower or lower than 128 and for few columns.
+    """For promoted accumulation, which needs both warpgroups on one tile: cooperative kernels instead of ping-pong,
+    for blocks narrower or lower than 128 and for small N.
 
-    Of few columns the bytes of A that are under way count, so narrow K-tiles have rings of as many bytes as wide ones.
+    For small N the bytes of A in flight matter, so narrow K-tiles have rings of as many bytes as wide ones.
     """
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
     few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
@@ -43,9 +43,9 @@ def pair_of(block: BlockFacts) -> tuple[int, int]:
 
 
 def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """Those for elements of any width."""
+    """Configurations for elements of any width."""
     k, of = tile_k_of(block, element), {"spec": spec, "element": element}
-    # Of few columns: rows outside of B cost TMA time too (one token: 63 us with 64 columns, 64 tokens: 48).
+    # Small N: rows outside B cost TMA time, too (one token: 63 us with 64 columns, 64 tokens: 48).
     narrow = [sm90(64, columns, k, 1, 1, consumer_groups=2, ring=1, **of) for columns in (64, 32, 16)]
     if k < element.rows[0]:
         # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbour costs more.
@@ -84,12 +84,12 @@ def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmC
 
 
 def bsr_sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmConfig]:
-    """Configurations of the mma.sync path, best first; stages are bounded by the architecture's shared memory.
+    """Configurations of the mma.sync path, best first; the architecture's shared memory bounds their stages.
 
     Measured on an H200 (compiled for it), 512x112 blocks: 128x128x64 405, 256x128x64 396, 128x128x32 371 TFLOP/s.
     """
     wide, narrow, least = element.rows
-    if element.width == 1 and block.bk % narrow:  # promoted sums want K-tiles of one length
+    if element.width == 1 and block.bk % narrow:  # promoted accumulation needs K-tiles of one length
         narrow = least
     if block.bm < 64:
         tile_m = 16 if block.bm % 32 else 32
@@ -100,6 +100,6 @@ def bsr_sm80(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmCo
         deep = spec.smem > 200_000
         shapes = [(128, 128, wide if deep else narrow, 2, 2), (128, 64, narrow, 2, 2)]
     widest, of = tile_k_of(block, element), {"spec": spec, "element": element}
-    if element.width != 2 and block.bm % 128 == 0:  # with fewer sums a warp: promoted ones spill 128
+    if element.width != 2 and block.bm % 128 == 0:  # with fewer accumulators per warp: promotion spills with 128
         shapes.append((128, 128, narrow, 4, 2))
     return [sm80(m, n, min(k, widest), wm, wn, 3 if k == wide else 4, **of) for m, n, k, wm, wn in shapes]

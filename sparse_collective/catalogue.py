@@ -1,4 +1,4 @@
-"""Which kernels of block-sparse products there are; see cute_kernels.matmul.catalogue."""
+"""The catalogue of block-sparse GEMM kernels; see cute_kernels.matmul.catalogue."""
 
 import itertools
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
-    """Products with 128x128 blocks with other operands, outputs and epilogues."""
+    """GEMMs with 128x128 blocks and other operands, outputs and epilogues."""
     fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
     matmul = [
         {"majors": ("k", "k", "n")},
@@ -107,7 +107,7 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
 
 
 def transposed_views(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
-    """Products of W.t(), as gradients of layers have them: x @ W, whose rows are W's columns."""
+    """GEMMs with W.t(), as in gradients of layers: x @ W, whose rows are W's columns."""
     view = {"permuted": True, "majors": ("m", "k", "m")}
     found = []
     for block in BLOCKS:
@@ -154,7 +154,7 @@ def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
 
 
 def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of 8-bit floats: each configuration of square blocks with a scale each, and the main one in its variations."""
+    """FP8 kernels: each configuration for square blocks with a scale each, and variations of the main one."""
     spec = arch_named(arch)
     if quick or not spec.float8:
         return []
@@ -205,7 +205,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """With sums in fp16: the configurations that have no others, and the main one of some blocks."""
+    """FP16 accumulation: configurations for it alone, and the main one for some blocks."""
     spec = arch_named(arch)
     if quick:
         return []
@@ -224,7 +224,7 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Outputs of 8-bit floats: each configuration of square blocks as a layer, and the main one in its variations."""
+    """FP8 outputs: each configuration for square blocks as a layer, and variations of the main one."""
     spec = arch_named(arch)
     if quick or not spec.float8:
         return []
@@ -248,7 +248,7 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 
 def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
-    """Grouped products of 8-bit floats: each configuration of long runs, and the main one of others in variations."""
+    """Grouped FP8 GEMMs: each configuration for long groups, and variations of the main one for others."""
     element = element_of("float8_e4m3fn")
     usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
     values, patterns = {"batch": "values", "ranks": (4, 2, 2)}, {"batch": "patterns", "ranks": (3, 2, 2)}
@@ -279,8 +279,8 @@ TF32_BLOCKS = ((128, 128), (64, 64), (512, 112), (16, 16), *SPLIT_BLOCKS)
 
 
 def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
-    """Of fp32 operands, which are multiplied as TF32: each configuration as a layer, with sums of both kinds, those of
-    128x128 blocks loaded as well, and the main one in its variations."""
+    """TF32 kernels (FP32 operands): each configuration as a layer, with promoted and plain accumulation, those for
+    128x128 blocks also with the most expensive epilogue, and variations of the main one."""
     spec = arch_named(arch)
     if quick:
         return []
@@ -364,7 +364,7 @@ def skinny_kernels(family, arch: str) -> list[GemmFacts]:
 
 
 def skinny_float8_kernels(family, arch: str) -> list[GemmFacts]:
-    """Of 8-bit floats: each configuration of blocks that lanes load 16, 8 and 4 bytes of, with scales of each kind."""
+    """FP8 kernels: each configuration for blocks of which lanes load 16, 8 and 4 bytes, with scales of each kind."""
     spec = arch_named(arch)
     paths = dict.fromkeys((spec.path, "sm_80"))
     return buildable(family, [facts for path in paths for facts in _skinny_float8(family, spec, path)])

@@ -1,12 +1,12 @@
-"""Which products may begin before the kernel that quantises their operand has ended (cute_kernels/tile/chain.py)."""
+"""GEMMs that may be secondary kernels of the quantization of their operand (cute_kernels/tile/chain.py)."""
 
 from cute_kernels.matmul.config import GemmFacts
 
-MOST_COLUMNS = 64  # of a tile: with more of them what can be loaded ahead is a small part of the time
+MOST_COLUMNS = 64  # per tile; with more, the loads that can be prefetched are a small part of the time
 
 
 def may_follow(facts: GemmFacts) -> bool:
-    """Whether there is a kernel of these facts that follows another: of 8-bit floats and few columns, on sm_90."""
+    """True if these facts support programmatic dependent launch as the secondary kernel: small-N FP8 on sm_90."""
     if facts.arch != "sm_90a" or facts.element.width != 1 or facts.block.batch or facts.ordered:
         return False
     if facts.family == "skinny":

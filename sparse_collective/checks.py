@@ -1,4 +1,4 @@
-"""What BSR's constructors ask of their arguments, before anything is read from a GPU."""
+"""Argument checks of BSR constructors, before anything is read from a GPU."""
 
 import operator
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps ever
 
 
 def check_group_numbers(op: str, expert_ids: Tensor) -> None:
-    """The item of each run, as kernels read it; the numbers themselves are not looked at."""
+    """Check expert_ids, the matrix of each group of rows; its values are not checked."""
     if not is_strided(expert_ids):
         raise TypeError(f"{op}: expert_ids must be a torch.Tensor, got {type(expert_ids).__name__}")
     if expert_ids.dtype != torch.int32:
@@ -93,7 +93,7 @@ def check_density(density: float) -> None:
 
 
 def check_scales(scales: Tensor | None, values: Tensor) -> Tensor | None:
-    """What the constructor asks of scales; those of one element as (1,)."""
+    """Check the constructor's scales; returns those of one element as (1,)."""
     if scales is None:
         return None
     if not is_strided(scales):
@@ -118,7 +118,7 @@ def check_scales(scales: Tensor | None, values: Tensor) -> Tensor | None:
 
 
 def check_tensors(crow_indices: Tensor, col_indices: Tensor, values: Tensor) -> str | None:
-    """What the constructor asks of each tensor by itself, and of the three together; returns BsrMatrix.batch."""
+    """Check the constructor's tensors, individually and together; returns BsrMatrix.batch."""
     tensors = {"crow_indices": (crow_indices, (1, 2)), "col_indices": (col_indices, (1,)), "values": (values, (3, 4))}
     for name, (t, _) in tensors.items():
         if not is_strided(t):

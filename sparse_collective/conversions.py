@@ -1,4 +1,4 @@
-"""What a BsrMatrix is made of, and what it becomes: dense tensors, torch's own BSR tensors, batches and their items."""
+"""Conversions of a BsrMatrix from and to dense tensors, torch's BSR tensors, and batches."""
 
 from __future__ import annotations
 
@@ -261,12 +261,12 @@ class Conversions:
 
 
 def bits(values: Tensor) -> Tensor:
-    """8-bit floats as integers, for what torch does not do with them; others as they are."""
+    """FP8 viewed as integers, for operations that torch does not support in FP8; other dtypes unchanged."""
     return values.view(torch.uint8) if values.dtype in FLOAT8 else values
 
 
 def of_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `bits` was made of."""
+    """The inverse of `bits`."""
     return values if values.dtype is dtype else values.view(dtype)
 
 

@@ -45,7 +45,7 @@ from .chains import may_follow
 from .checks import RUN_MULTIPLE, check_group_numbers
 
 GATED = "bsr_gated_linear"
-NARROW = ("bsr_matmul", "bsr_linear")  # may write 8-bit floats
+NARROW = ("bsr_matmul", "bsr_linear")  # support FP8 outputs
 WITH_PRECISION = ("bsr_matmul", "bsr_linear")  # multiply float32 as they are told
 _PLANS = PlanCache()
 
@@ -156,7 +156,7 @@ def call(
 
 
 def _scales(plan: Plan, W, scale_b, scale_out, amax) -> tuple:
-    """Those of W and b as the kernel takes them, and of an output of 8-bit floats its own and amax."""
+    """Scale arguments of the kernel: those of W and b, and for an FP8 output scale_out and amax."""
     of_w = W.stored_scales
     if of_w is not None:
         # Without blocks there is one in their place, of a batch of one pattern in each item.
@@ -178,8 +178,8 @@ def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, exper
 
 
 def _takes_order(W) -> bool:
-    """Whether a table orders the work tiles, if the plan has `tiles`: of one pattern, whatever number of columns or
-    items it multiplies."""
+    """True if a table orders the work tiles, if the plan has `tiles`: for a single pattern, with any number of columns
+    or batch items."""
     return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
 
 
@@ -252,7 +252,7 @@ def _without_kernel(plan: Plan, W, b, terms: Terms, out, expert_ids):
 
 
 def _gate_by_torch(plan: Plan, W, b, terms: Terms):
-    """The gate of the plain product: of 8-bit floats in fp32, of others in W's dtype."""
+    """The gate applied to an unfused GEMM: computed in FP32 for FP8, otherwise in W's dtype."""
     if W.dtype not in FLOAT8:
         return reference.gate(call("bsr_linear", W, b, None, None, None, None, None), terms.activation)
     more = {"scale_b": terms.scale_b, "out_dtype": plan.out_dtype}
@@ -330,7 +330,7 @@ def _batch(op: str, W, name: str, b) -> tuple:
 
 
 def _check_groups(op: str, W, x, expert_ids) -> None:
-    """Which item of W multiplies each run of x's rows; the numbers themselves are not looked at."""
+    """Check expert_ids, the matrix of W for each group of x's rows; its values are not checked."""
     if W.batch is None:
         raise ValueError(f"{op}: W is one matrix of shape {W.shape}; pass a batch (E, M, K), or use bsr_linear")
     if x.dim() != 2:
@@ -345,7 +345,7 @@ def _check_groups(op: str, W, x, expert_ids) -> None:
 
 
 def check_structured(op: str, accumulation_dtype, narrow: bool, precision=None) -> None:
-    """ValueError for what a product of a Bsr24 does not have. narrow: whether the output is of 8-bit floats."""
+    """Raise ValueError for arguments that a Bsr24 does not support. narrow: True for an FP8 output."""
     if accumulation_dtype is not None:
         raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
     if precision is not None:
@@ -524,7 +524,7 @@ def _bias_of_items(bias, W):
 
 
 def _view_of(name: str, t, linear: bool, plan: Plan):
-    """How the kernel views b or out: None as it is, a matrix, or a batch (L, rows, cols)."""
+    """The kernel's view of b or out: None if unchanged, a matrix, or a batch (L, rows, cols)."""
     if t.dim() == 2:
         return None
     if linear and t.dim() == 1:

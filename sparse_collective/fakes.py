@@ -1,4 +1,4 @@
-"""What the block-sparse products' functions are compiled from: fakes of their arguments."""
+"""Fake arguments that the block-sparse GEMM functions are compiled with."""
 
 from cute_kernels.matmul.arguments import epilogue_args, launch_args, matrix, narrow_args
 from cute_kernels.matmul.config import GemmFacts
@@ -20,13 +20,13 @@ def bsr_args(facts: GemmFacts, tables: tuple, stored: int = 1) -> tuple:
 
 
 def has_scales(facts: GemmFacts) -> bool:
-    """Whether W or b has, so that the entry takes them."""
+    """True if W or b has scales; the kernel then has parameters for them."""
     return facts.block.scaled or facts.epilogue.scales_operands
 
 
 def scale_args(facts: GemmFacts) -> tuple:
-    """Fakes of (scales, scale_b): of W (1,) or (blocks,), of b (1 or L, 1 or N); () where neither has any. Of outputs
-    of 8-bit floats these and (scale_out, amax), always."""
+    """Fakes of (scales, scale_b): (1,) or (blocks,) for W, (1 or L, 1 or N) for b; () if neither has scales. With an
+    FP8 output always these and (scale_out, amax)."""
     if not has_scales(facts) and not facts.narrow:
         return ()
     of_w = fake_tensor("float32", 1, 0, 1) if facts.block.scaled or facts.epilogue.scale_m else None

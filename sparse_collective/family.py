@@ -1,4 +1,4 @@
-"""What the block-sparse ops ask of a family of products, and what the plain one answers: a block row a tile."""
+"""The interface of block-sparse GEMM families, and the default family with one block row per tile."""
 
 from collections.abc import Iterator
 
@@ -86,10 +86,10 @@ class Bsr(BsrFamily):
         return entry_of(facts)(facts)
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """Blocks 32 wide of 8-bit floats are one MMA step, whose sums are promoted: a wait for each product."""
+        """FP8 blocks 32 wide are one MMA step with promoted accumulation: a wait per WGMMA is no problem."""
         problems = super().judge(facts, cubin, resources, problems)
         if facts.promotes and max(facts.k_blocks) == 1:
-            return [problem for problem in problems if "serialised" not in problem]
+            return [problem for problem in problems if "serialized" not in problem]
         return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
@@ -106,7 +106,7 @@ def entry_of(facts: GemmFacts):
 
 
 def in_step(config, tiles_m: int, group: int, sms: int) -> int:
-    """How many CTAs a persistent kernel runs on: so many that panels stay in step.
+    """Number of CTAs of a persistent kernel, such that panels stay in step.
 
     Stored blocks are sorted by column, so block rows that start together walk over B together, and its blocks are
     shared through L2 while they are there. With a CTA count that divides a panel (or is a multiple of it) they go on
@@ -139,8 +139,8 @@ def held_by_dram(problem: Problem) -> float:
 
 
 def fast_from_dram(config: GemmConfig, problem: Problem) -> bool:
-    """Whether a configuration is of sm_90's narrow tiles, and of 8-bit floats in whole K-tiles: on an H200 these
-    reach more of DRAM's rate than the kernel for few columns."""
+    """True for sm_90 configurations with narrow tiles, in FP8 with whole K-tiles: on an H200 they reach a higher DRAM
+    bandwidth than the small-N kernel."""
     whole = tile_k_of(problem.block, problem.element) == problem.element.rows[0]
     return problem.width == 1 and whole and config.tile_n <= NARROW_COLUMNS
 

@@ -1,8 +1,8 @@
-"""Backward of the block-sparse products.
+"""Backward pass of the block-sparse GEMMs.
 
 y = epilogue(z), z = W b + terms. With dz the gradient of z (see cute_kernels.gradients): the gradient of W's values is
-dz b' sampled at W's pattern, that of b the product of W's transposed view with dz. Both keep what they must know of the
-pattern with it, and wait for nothing.
+dz b' sampled at W's pattern (SDDMM), that of b is W's transposed view times dz. Both cache their tables with the
+pattern, and do not synchronize.
 """
 
 from collections.abc import Callable
@@ -123,13 +123,13 @@ def before_epilogue(
 
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
-    """Of b, or of x: W' dz."""
+    """Gradient of b or x: W' dz."""
     db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, expert_ids)
     return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b.shape, b.dtype)
 
 
 def values_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
-    """Of W's stored values: dz b' where there are blocks; of W's shape and dtype."""
+    """Gradient of W's stored values: dz b' at the stored blocks, with their shape and dtype."""
     if expert_ids is not None:  # (T, M) and (T, K), of which runs of rows are an item's
         left, right = (dz.to(W.dtype), b) if W.base is None else (b, dz.to(W.dtype))
         return sddmm(left.t(), right, W if W.base is None else W.base, None, False, None, expert_ids)
@@ -185,7 +185,7 @@ def single(W: BsrMatrix) -> BsrMatrix:
 
 
 def bias_gradient(op: str, dz: Tensor, bias: Tensor, expert_ids: Tensor | None) -> Tensor:
-    """Of a bias for all rows, for each row, or for each item of a batch."""
+    """Gradient of a bias for all rows, per row, or per matrix of a batch."""
     if op == "bsr_matmul" or bias.dim() == 1:
         return sum_to(dz, bias.shape, bias.dtype)
     wide = accumulator(dz.dtype)

@@ -46,8 +46,8 @@ class BsrKTiles:
         return KTile(a=(self.rest_m, k, block), b=(k, Int32(self.col_indices[self.begin + p])))
 
     def scale(self, i) -> Float32:
-        """That of the block which K-tile i lies in. Past the last K-tile it is one that may be read, for nobody to use;
-        so it can be asked for ahead."""
+        """Scale of the block of K-tile i. Past the last K-tile it is an arbitrary valid one, which is never used, so
+        that scales can be prefetched."""
         return self.scales[cutlass.min(self.first + i // self.steps, self.scales.shape[0] - 1)]
 
 

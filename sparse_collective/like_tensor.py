@@ -1,4 +1,4 @@
-"""What a BsrMatrix has of torch.Tensor besides its values: conversions, sizes, `@`, and torch functions on it."""
+"""The torch.Tensor interface of a BsrMatrix: conversions, sizes, `@`, and torch functions."""
 
 import math
 
@@ -174,12 +174,12 @@ class LikeTensor:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the tensors are on a GPU."""
+        """True if the tensors are on a GPU."""
         return self.stored.is_cuda
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
+        """True if the values require a gradient."""
         return self.stored.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True):

@@ -1,7 +1,7 @@
-"""Block-sparse products of CPU tensors, in plain torch: they cost what the stored blocks cost.
+"""Block-sparse GEMM for CPU tensors in plain torch, at the cost of the stored blocks.
 
-The blocks of a chunk and the rows of b that they meet are gathered, multiplied in one batch, and added up in the rows
-of the result that they belong to. The matrix is never dense. Sums are in fp32, of fp64 in fp64.
+The blocks of a chunk and their rows of b are gathered, multiplied in one batch, and accumulated in the rows of the
+result. The matrix is never densified. Accumulation is in FP32 (float64 for float64).
 """
 
 import torch

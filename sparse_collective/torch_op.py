@@ -243,7 +243,7 @@ def traced_scaled_bsr(
     op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, *, scale_b, use_fast_accum,
     accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ):  # fmt: skip
-    """A product of 8-bit floats, or into such, or with a precision, inside a torch.compile trace; see traced_bsr."""
+    """A GEMM with FP8 operands or output, or with a precision, inside a torch.compile trace; see traced_bsr."""
     inputs, terms = flat(op, W, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype)
     *first, _, function, expert_ids, sums = terms
     scales = W.stored_scales

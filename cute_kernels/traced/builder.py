@@ -26,7 +26,7 @@ class Element(NamedTuple):
 
 
 def _fits(x, dtype: str) -> bool:
-    """Whether a Python number is one of a dtype of integers."""
+    """True if a Python number is representable in an integer dtype."""
     low, high = BOUNDS[dtype]
     return isinstance(x, Value) or low <= x <= high
 
@@ -92,7 +92,7 @@ class Builder:
         return self.node("cast", dtype, x.number)
 
     def operand(self, x, dtype: str) -> Value:
-        """What an operation of a dtype computes with: 16-bit floats as float32. Numbers are not rounded to 16 bits."""
+        """Operand of an operation of a dtype: BF16 and FP16 as float32. Numbers are not rounded to 16 bits."""
         if isinstance(x, Value) and self.number(x) is None:
             x = self.cast(x, dtype)
         return self.cast(x, "float32" if dtype in HALF else dtype)

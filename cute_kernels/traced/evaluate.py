@@ -65,7 +65,7 @@ def evaluate(program: Program, inputs: Sequence[Tensor], tensors: Sequence = ())
 
 
 def fold(op: str, dtype: str, constants: Sequence[Node]) -> int | float | bool:
-    """What an operation on constants computes."""
+    """The result of an operation on constants."""
     values = [torch.tensor(node.args[0], dtype=TORCH_DTYPES[node.dtype], device="cpu") for node in constants]
     result = values[0].to(TORCH_DTYPES[dtype]) if op == "cast" else OPERATIONS[op](*values)
     return result.item()

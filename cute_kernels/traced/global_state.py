@@ -120,7 +120,7 @@ class _Walk:
         return (kind, elements) if kind in CONTAINERS else (elements, self._object(value, elements is not None))
 
     def _fields(self, fields, names) -> tuple:
-        """Those of a dict, or of the attributes of an object, with these names."""
+        """Part of the key for the items of a dict, or the attributes of an object, with these names."""
         return tuple([(name, self._of(fields[name])) for name in sorted(fields.keys() & names)])
 
     def _tensor(self, value: Tensor):
@@ -165,7 +165,7 @@ class _Walk:
         return self._fields(vars(value), self.names)
 
     def _elements(self, value):
-        """Those of a container; None of another object."""
+        """Part of the key for a container's elements; None for another object."""
         if isinstance(value, SEQUENCES):
             return tuple([self._of(part) for part in value])
         if not isinstance(value, DICTS):
@@ -176,7 +176,7 @@ class _Walk:
         return self._of(getattr(value, "default_factory", None)), *[(self._of(k), self._of(x)) for k, x in items]
 
     def _object(self, value, has_elements: bool):
-        """What an object holds beside its elements, if it has any."""
+        """Part of the key for an object's attributes."""
         kind, fields = type(value), dict(getattr(value, "__dict__", ()))
         slots = [name for base in kind.__mro__ if "__slots__" in vars(base) for name in _slots_of(base)]
         self.comparable &= has_elements or bool(slots) or hasattr(value, "__dict__")

@@ -214,13 +214,13 @@ def _min(x, y):
 
 
 def _remainder(x, y):
-    """Of floats: of the divisor's sign."""
+    """Float remainder with the divisor's sign."""
     rest = cute.math.rem(x, y)
     return _select((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
 def _floor_divide(x, y):
-    """Of floats, as torch does: the quotient of what the remainder leaves, rounded to the nearest whole number."""
+    """Float floor division as in torch: (x - remainder) / y, rounded to the nearest integer."""
     rest = cute.math.rem(x, y)
     quotient = (x - rest) / y
     quotient = _select((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), quotient - 1.0, quotient)

@@ -71,7 +71,7 @@ def _is_same(holder, now) -> bool:
 
 @dataclass
 class State:
-    """What a function read when it was walked through.
+    """The state that a function reads, determined by a walk through it.
 
     `key` is hashable, and equal for functions that do the same; tensors in it stand by their ids, and `alive` says
     whether they are still those. `holds()` says whether the function would be walked through to the same key. Functions
@@ -199,7 +199,7 @@ class Kept:
         self.versions, self.places, self.pinned = _versions(result.read), _places(result.tensors), pinned
 
     def is_of(self, function: Callable, arguments: tuple) -> bool:
-        """Whether it is this very function, no copy, and would be traced to the same."""
+        """True if it belongs to this function object, not a copy, and a new trace would be the same."""
         if self.function() is not function or self.arguments != arguments or not self.state.holds():
             return False
         if self.places and self.places != _places(self.result.tensors):
@@ -262,18 +262,18 @@ def _traced_now(function: Callable, arguments: tuple) -> Traced:
 
 
 def _captured(state: State, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of a trace's tensors that are part of the function's state."""
+    """The trace's tensors that are part of the function's state."""
     ids = {id(ref()) for ref in state.alive}
     return [t for t in tensors if id(t) in ids]
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple:
-    """Where each lies, and how: `t.data = other` and t.resize_() change that of the same tensor."""
+    """Address and layout of each tensor, which `t.data = other` and t.resize_() change."""
     return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple | None:
-    """How often each has been written to; None where torch does not count it."""
+    """Version of each tensor; None if torch does not count it."""
     try:
         return tuple([t._version for t in tensors])
     except RuntimeError:  # made under torch.inference_mode

@@ -1,4 +1,4 @@
-"""What a user's function computes: a short list of typed operations on scalars, which torch and the compiler both run.
+"""Program: a user's function as a list of typed operations on scalars, which torch and the compiler both run.
 
 A Program is made by tracing the function (record.py). Each operation has the dtype of its result and takes earlier
 values by their numbers; every conversion of torch's type promotion stands in it. So it means the same whatever runs it:
@@ -85,7 +85,7 @@ class Program:
 
     @property
     def dtype(self) -> str:
-        """Of the result."""
+        """Dtype of the result."""
         first = len(self.inputs)
         return self.inputs[self.output] if self.output < first else self.nodes[self.output - first].dtype
 

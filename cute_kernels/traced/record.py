@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self.fail(f"{self.composite or _called(func)} has no form in a kernel; there are {', '.join(names())}")
 
     def operand(self, tensor: Tensor, whole: bool) -> Value | Element | int | float | bool:
-        """What stands for a tensor in the program; `whole`: one that is about to be indexed."""
+        """The operand that represents a tensor in the program; `whole`: the tensor is about to be indexed."""
         if id(tensor) in self.known:
             value = self.known[id(tensor)][1]
             if isinstance(value, Element) and not whole:
@@ -329,7 +329,7 @@ def _first(error: Exception) -> str:
 
 
 def _user_line() -> str:
-    """Where the user's function is just now."""
+    """The current line of the user's function."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -340,7 +340,7 @@ def _user_line() -> str:
 
 
 def _line(error: Exception) -> str:
-    """Where in the user's function an error came from."""
+    """The line of the user's function that raised an error."""
     found, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -3,7 +3,7 @@
 BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
 GatedBsrLinear                  activation(gate(x)) * up(x), with both weights in one; GatedLinear is its dense form
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
-quantize_                       their weights as 8-bit floats, for inference: Float8BsrLinear, Float8SwiGLU
+quantize_                       quantize their weights to FP8, for inference: Float8BsrLinear, Float8SwiGLU
 mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
 sparsify_, densify_             swap the linear layers of a model, and back
 prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training

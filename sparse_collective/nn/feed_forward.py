@@ -145,7 +145,7 @@ class BsrMixtureOfExperts(nn.Module):
         self.down = BsrGroupedLinear(experts, hidden, dim, bias, blocksize, **more)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x (T, dim): weights (T, top_k) float32, which sum to 1, and experts (T, top_k) int64."""
+        """Route x (T, dim): returns weights (T, top_k) float32, which sum to 1, and experts (T, top_k) int64."""
         logits, choices = self.router(x).float().topk(self.top_k, dim=-1)
         return logits.softmax(-1), choices
 

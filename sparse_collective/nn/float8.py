@@ -195,7 +195,7 @@ def gates_its_store(layer: Float8BsrLinear, tokens: Tensor) -> bool:
 
 
 def are_few(x: Tensor) -> bool:
-    """Whether x has tokens, and so few that a product of them may follow what quantises them."""
+    """True if x has few enough tokens (at least one) for its GEMM to be a secondary kernel of the quantization."""
     return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_COLUMNS * x.shape[-1]
 
 

@@ -199,7 +199,7 @@ class StoredBlocks:
         return ""
 
     def _misfit(self, found: dict[str, Tensor]) -> str:
-        """Why what a state has besides indices and shapes of values does not fit, or ""."""
+        """The reason why a state does not fit, apart from indices and shapes of values, or ""."""
         return ""
 
     def _kind(self) -> str:

@@ -1,4 +1,4 @@
-"""What layers with a block-sparse weight share: the weight's three tensors, their checks, moves and state."""
+"""Base of layers with a block-sparse weight: the weight's three tensors, their checks, moves and state."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ class BsrModule(nn.Module):
 
 
 def misfit(layer: nn.Module, found: dict[str, Tensor]) -> str:
-    """Why a state's weight is none for a layer, which may hold another number of blocks; or "".
+    """The reason why a state's weight does not fit a layer, or ""; the number of blocks may differ.
 
     Args:
         layer: a BsrModule, or a layer that has as much of one: blocksize, items, pattern and the three tensors.

@@ -187,7 +187,7 @@ def kinds_of(dense: bool) -> tuple[type, ...]:
 
 
 def why_not(layer: nn.Module, owners: Counter) -> str:
-    """Why a layer gets no 2:4 weight, or ""."""
+    """The reason why a layer gets no 2:4 weight, or ""."""
     kind = type_before_parametrizations(layer)
     if kind is BsrGroupedLinear:
         return "holds a weight for each expert, of which there is no 2:4 layer; bsr_grouped_linear takes a Bsr24"

@@ -248,7 +248,7 @@ def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, 
 
 
 def _state_of_blocks(optimizer: torch.optim.Optimizer | None, parameter: Tensor, nnz: int) -> dict[str, Tensor]:
-    """What the optimizer keeps of each block, by name; nothing without an optimizer, or before its first step."""
+    """The optimizer's state per block, by name; empty without an optimizer, or before its first step."""
     found = {}
     for name, t in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
         if not isinstance(t, Tensor):

@@ -1,4 +1,4 @@
-"""How much a block of a weight matters: by its size, its gradient or its inputs; and gradients of absent blocks."""
+"""Importance scores of a weight's blocks, by magnitude, gradient or inputs; and gradients of absent blocks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Blocks:
 
     @classmethod
     def of(cls, module: nn.Module, blocksize: Sequence[int] | None = None) -> Blocks:
-        """Of a BsrLinear its stored blocks; of an nn.Linear all blocks of `blocksize`.
+        """The stored blocks of a BsrLinear, or all blocks of `blocksize` of an nn.Linear.
 
         Raises:
             TypeError: the module is neither, or its values are sharded.
@@ -196,7 +196,7 @@ class InputNorms(_Hooks):
 
 
 class DenseGradients(_Hooks):
-    """What the dense gradient of a weight is made of, from forward and backward passes inside of the `with` block.
+    """Record the factors of a weight's dense gradient, from forward and backward passes inside the `with` block.
 
         with DenseGradients(model) as gradients:
             loss_of(batch).backward()

@@ -39,7 +39,7 @@ __all__ = ["SparsityConfig", "densify_", "sparsify_"]
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """What sparsify_ makes of the layers of a model.
+    """Configuration of sparsify_ for the layers of a model.
 
     blocksize: (bm, bk).
     density: in [0, 1], of each layer; or densities by name, of which the first pattern that fits a layer's name counts
@@ -184,7 +184,7 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
 
 
 def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
-    """Why a layer cannot be swapped, or ""."""
+    """The reason why a layer cannot be swapped, or ""."""
     if type(linear) not in (nn.Linear, GatedLinear):
         return f"is a {type(linear).__name__}"
     if has_hooks(linear):

@@ -54,7 +54,7 @@ class StructuredLinear(InferenceLinear):
 
 
 def refuse_float8(name: str, dtype: torch.dtype) -> None:
-    """TypeError: a layer has no scales, and metadata of 8-bit floats have another order."""
+    """Raise TypeError for FP8: a layer has no scales, and FP8 metadata has another order."""
     if dtype in FLOAT8:
         raise TypeError(
             f"{name}: the weight is {dtype}; it must be torch.bfloat16 or torch.float16, on the CPU also torch.float32 "

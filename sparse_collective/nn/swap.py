@@ -1,4 +1,4 @@
-"""Which layers of a model to change, by a filter, and a report of what became of them."""
+"""Selection of a model's layers by a filter, and a report of the changes."""
 
 from __future__ import annotations
 

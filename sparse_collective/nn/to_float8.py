@@ -104,7 +104,7 @@ def quantize_(model: nn.Module, config: Float8Config = Float8Config(), filter_fn
 
 
 def why_not(layer: nn.Module) -> str:
-    """Why quantize_ leaves a layer as it is, or ""."""
+    """The reason why quantize_ skips a layer, or ""."""
     if type(layer) not in NARROW:
         return f"is a {type(layer).__name__}, of which there is no FP8 layer"
     values = layer.values.data

@@ -56,7 +56,7 @@ class ChunkSource:
         return GroupChunks(self.slices[m, None], self.words[m, None, None], self.counts[m], rank, self.per_chunk)
 
     def first_block(self, m, rank, consumer) -> Int32:
-        """Where in `order` a consumer's blocks begin."""
+        """Index in `order` of a consumer's first block."""
         row = ((m * self.cluster + rank) * CONSUMERS + consumer) * self.rows
         return Int32(self.crow_indices[cutlass.min(row, self.crow_indices.shape[0] - 1)])
 

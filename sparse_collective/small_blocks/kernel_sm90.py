@@ -243,7 +243,7 @@ class SmallBlocksSm90:
                     consumer, storage.one.data_ptr(),
                 )  # fmt: skip
             self.store.drain()
-        # Nobody leaves while a neighbour may still write into its shared memory or arrive on its barriers.
+        # A CTA must not exit while its peer may still write to its shared memory or arrive at its barriers.
         self.sync_cluster()
 
     @cute.jit
@@ -431,7 +431,7 @@ def signed(bits: int) -> int:
 
 
 def swapped(facts: GemmFacts) -> GemmFacts:
-    """The facts of the same product with D transposed: what its store and its epilogue see."""
+    """The facts of the same GEMM with D transposed, for the store and the epilogue."""
     cfg, spec = facts.config, facts.epilogue
     other = {"n": "m", "m": "n", "any": "any"}
     return replace(

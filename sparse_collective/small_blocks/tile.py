@@ -11,7 +11,7 @@ MOST_TABLE_BYTES = 256 << 20  # of a plan's table: groups x chunks
 
 
 def chunk_arrivals(cluster: int) -> Arrivals:
-    """Who arrives at a chunk's mbarriers: B's producer and those of A; the consumers of every CTA of the cluster."""
+    """Arrivals at a chunk's mbarriers: the producers of B and A, and the consumers of all CTAs of the cluster."""
     return Arrivals(1 + CONSUMERS, 4 * CONSUMERS, sharers=cluster)
 
 
@@ -23,7 +23,7 @@ def table_bytes(M: int, K: int, cluster: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How blocks of one shape lie in segments (the rows of one consumer) and chunks.
+    """Layout of blocks of one shape in segments (the rows of one consumer) and chunks.
 
     `rows` block rows a segment; `steps` blocks of one row a chunk, each `width` wide; or, where blocks are wider than a
     chunk, `parts` chunks a block. B comes in slices of `gather` blocks' width.
@@ -53,7 +53,7 @@ class Geometry:
 
     @staticmethod
     def refuse(bm: int, bk: int) -> str:
-        """Why blocks of this shape have no such kernel; "" if they have one."""
+        """The reason why blocks of this shape are not supported, or ""."""
         if bm not in (16, 32, 64):
             return f"blocks {bm} high: the kernel for small blocks takes heights of 16, 32 and 64"
         if bk not in (16, 32) and bk % CHUNK:
