@@ -242,7 +242,7 @@ def refusals() -> list:
         (lambda: Bsr24Linear.from_bsr(sparse.weight, torch.ones(3)), ValueError, r"must be \(192,\)"),
         (lambda: Bsr24Linear.from_bsr(sparse.weight, activation="tanh"), ValueError, "activation 'tanh'; use None"),
         (lambda: Sparse24Linear(blocks()), TypeError, "needs a torch.nn.Linear, got BsrLinear"),
-        (lambda: Sparse24Linear(linear(K=70)), ValueError, r"\(200, 70\); its last must be a multiple of 4"),
+        (lambda: Sparse24Linear(linear(K=70)), ValueError, r"\(200, 70\); its last dimension must be a multiple of 4"),
         (lambda: prune_2_4_(blocks()), ValueError, r"of one layer use Bsr24Linear\(layer\)"),
         (lambda: prune_2_4_(linear()), ValueError, r"of one layer use Sparse24Linear\(layer\)"),
         (lambda: Bsr24Linear.from_bsr(sparse.weight.quantize()), TypeError, "weight is torch.float8_e4m3fn; it must"),
