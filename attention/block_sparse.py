@@ -1,7 +1,7 @@
-"""block_sparse_attention: checks, the kernel's facts, and what is made of a mask once.
+"""block_sparse_attention: checks, the kernel's facts, and cached tensors derived from a mask.
 
-From a mask are made, on its device and without waiting for it: the mask with causal, the order of query tiles, and the
-key of its element mask. They live as long as the mask.
+The cache holds the mask combined with causal, the order of query tiles, and the key of the element mask. They are
+computed on the mask's device without synchronizing with it, and live as long as the mask.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ _PLANS = PlanCache(operands=3)
 
 
 def cache_of(mask: BlockMask) -> Derived:
-    """What is made of a mask. Kept in the mask itself: mask_mod may refer to what holds the mask.
+    """The cache of a mask. It is an attribute of the mask, since mask_mod may refer to an owner of the mask.
 
     Its `facts` are the latest trace of mask_mod, the element mask, and the (batch, heads, offsets) that were checked.
     """
@@ -74,7 +74,7 @@ def latest_trace(mask: BlockMask) -> Traced | None:
 
 
 def with_causal(mask: BlockMask) -> BlockMask:
-    """mask.with_causal(), made once. A mask with another mask_mod, which shares what is derived, shares its tables."""
+    """mask.with_causal(), cached. A mask with another mask_mod that shares the cache shares its tables."""
 
     def make() -> tuple:
         masked, (rows, columns) = mask.with_causal(), mask.lengths
@@ -136,7 +136,7 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
 
 
 def as_block_mask(q, k, block_mask) -> BlockMask:
-    """What block_sparse_attention was given, as a BlockMask for q and k.
+    """The block_mask argument of block_sparse_attention as a BlockMask for q and k.
 
     A mask that is as many rows as columns longer is cropped: each row keeps its position, counted from either end.
     """
@@ -221,7 +221,7 @@ def plan_block_sparse(
     deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
     q_offset=None, k_offset=None,
 ) -> FlashPlan:  # fmt: skip
-    """Check a call's arguments and choose its kernel, without launching it."""
+    """Check a call's arguments and select its kernel, without launching it."""
     checks.check_fast(OP, q, k, v, use_fast_accum)
     mask = as_block_mask(q, k, block_mask)
     scales, out_dtype = (q_descale, k_descale, v_descale), None

@@ -1,4 +1,4 @@
-"""Checks of attention's arguments, before any launch; each raises with what is wrong and what would work."""
+"""Checks of attention's arguments, before any kernel launch."""
 
 import torch
 
@@ -12,18 +12,18 @@ from .masks.block_lists import MOST
 check_tensor = checks.check_tensor
 TORCHS = "torch.nn.functional.scaled_dot_product_attention"
 NO_CACHE = (
-    "attention: with seqused_k or page_table, or k and v of 8 bits, it computes no gradients, and q, k, v or sinks "
-    "requires one; call it under torch.no_grad(), or give packed sequences (cu_seqlens_q, cu_seqlens_k) of 16 bits, "
-    "which have gradients"
+    "attention: gradients are not supported with seqused_k, page_table or FP8 k and v, and q, k, v or sinks requires "
+    "one; call it under torch.no_grad(), or pass BF16 or FP16 packed sequences (cu_seqlens_q, cu_seqlens_k), which "
+    "have gradients"
 )
 
 
 def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
-    """q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), of one dtype and device, D and Dv contiguous. The dtype
-    has 16 bits, or on the CPU, without a kernel, is float32 or float64.
+    """Check q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv): same dtype and device, D and Dv contiguous. The
+    dtype is BF16 or FP16; on the CPU, which runs no kernel, also float32 or float64.
 
-    alike: which of k and v are of q's dtype; that of others is not looked at.
-    also: other dtypes that q, k and v may have.
+    alike: "k", "v" or "kv", the tensors that must have q's dtype; others may have any dtype.
+    also: further dtypes that q, k and v may have.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(f"{op}: {name}", tensor)
@@ -37,7 +37,7 @@ def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
     checks.check_device(op, q.device, k=k, v=v)
     (B, H, _, D), (Bk, heads, _, Dk) = q.shape, k.shape
     if Bk != B or v.shape[0] != B:
-        raise ValueError(f"{op}: q, k and v have batches of {B}, {Bk} and {v.shape[0]} items")
+        raise ValueError(f"{op}: q, k and v must have the same batch size, got {B}, {Bk} and {v.shape[0]}")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(f"{op}: k {tuple(k.shape)} and v {tuple(v.shape)} differ in heads or length")
     if Dk != D:
@@ -54,23 +54,23 @@ def check_qkv(op: str, q, k, v, alike: str = "kv", also: tuple = ()) -> None:
 
 
 def narrow(k, v) -> bool:
-    """Whether k and v, or one of them, is of 8-bit floats; False of what is no tensor, which the checks will name."""
+    """True if k or v is FP8; False for objects that are not tensors, which the checks report."""
     return getattr(k, "dtype", None) in FLOAT8 or getattr(v, "dtype", None) in FLOAT8
 
 
 def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> None:
-    """Of a call whose gradients are asked for: no cache, no 8-bit floats, and no scales, which nothing would read."""
+    """Check a call that requires gradients: no KV cache, no FP8, and no dequantization scales, which nothing reads."""
     if cache or narrow(k, v):
         raise RuntimeError(NO_CACHE)
     if any([scale is not None for scale in scales]):
         raise TypeError(
-            f"{op}: q_descale, k_descale and v_descale are of 8-bit floats, and k is {getattr(k, 'dtype', type(k))}; "
+            f"{op}: q_descale, k_descale and v_descale require FP8 operands, and k is {getattr(k, 'dtype', type(k))}; "
             "multiply by them first, as (k * k_descale).to(k.dtype)"
         )
 
 
 def check_wide(op: str, form: str, k, v, k_descale=None, v_descale=None) -> None:
-    """Of forms of calls that no kernel for 8-bit floats serves."""
+    """Check calls whose `form` has no FP8 kernel."""
     if narrow(k, v) or k_descale is not None or v_descale is not None:
         raise TypeError(
             f"{op}: with {form} k and v are of q's dtype, without k_descale and v_descale; give q and k in "
@@ -80,7 +80,7 @@ def check_wide(op: str, form: str, k, v, k_descale=None, v_descale=None) -> None
 
 
 def check_scale(op: str, scale, softcap) -> None:
-    """Numbers above 0: the kernels look for a row's largest score before they scale it."""
+    """Check that scale and softcap are positive: the kernels compute a row's maximum before scaling."""
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is None:
             continue
@@ -90,7 +90,7 @@ def check_scale(op: str, scale, softcap) -> None:
 
 
 def check_score(op: str, score, items: tuple[int, int], lengths: tuple[int, int], softcap) -> None:
-    """A score_mod.BoundScore that fits so many items and heads, and scores of such lengths."""
+    """Check a score_mod.BoundScore against items (batch size, heads) and the lengths of the scores."""
     if softcap is not None:
         raise ValueError(
             f"{op}: softcap and score_mod are not both possible; write c * torch.tanh(score / c) in the score_mod"
@@ -104,19 +104,19 @@ def check_deterministic(op: str, deterministic) -> None:
 
 
 def check_fast(op: str, q, k, v, use_fast_accum) -> None:
-    """True needs q, k and v of 8 bits, since the kernels of others have no other sums."""
+    """Check use_fast_accum: True requires FP8 q, k and v, since other kernels have one kind of accumulation."""
     if not isinstance(use_fast_accum, bool):
         raise TypeError(f"{op}: use_fast_accum must be True or False, got {use_fast_accum!r}")
     if use_fast_accum and any(getattr(t, "dtype", None) not in FLOAT8 for t in (q, k, v)):
         dtypes = ", ".join(str(getattr(t, "dtype", type(t))) for t in (q, k, v))
         raise TypeError(
-            f"{op}: use_fast_accum is of q, k and v of torch.float8_e4m3fn, all three, and these are of {dtypes}; "
-            "leave it out, or quantize them"
+            f"{op}: use_fast_accum requires q, k and v in torch.float8_e4m3fn, got {dtypes}; leave it out, or quantize "
+            "them"
         )
 
 
 def check_head_dims(op: str, q, v) -> None:
-    """Head dimensions that the kernels have."""
+    """Check that the kernels support the head dimensions."""
     for name, tensor in (("q", q), ("v", v)):
         if tensor.shape[-1] not in HEAD_DIMS and not q.shape[-1] == v.shape[-1] == WIDE:
             raise ValueError(
@@ -127,17 +127,17 @@ def check_head_dims(op: str, q, v) -> None:
 
 
 def check_gradient_dims(op: str, q, v, kernel: bool) -> None:
-    """Head dimensions that have a backward, if `kernel` says that one is needed; asked before forward runs."""
+    """Check before the forward pass that the head dimensions have a backward kernel, if `kernel` is True."""
     if kernel and WIDE in (q.shape[-1], v.shape[-1]):
         raise RuntimeError(
-            f"{op}: at head_dim {WIDE} it computes no gradients, and q, k, v or sinks requires one; call it under "
-            f"torch.no_grad(), or use torch's flex_attention or scaled_dot_product_attention. Gradients exist for "
-            f"head_dims {', '.join(map(str, HEAD_DIMS))}"
+            f"{op}: gradients are not supported at head_dim {WIDE}, and q, k, v or sinks requires one; call it under "
+            f"torch.no_grad(), or use torch's flex_attention or scaled_dot_product_attention. Gradients are supported "
+            f"for head_dims {', '.join(map(str, HEAD_DIMS))}"
         )
 
 
 def check_block_mask(op: str, mask, q, k) -> None:
-    """A BlockMask of the scores' lengths and device, and of their batch items and heads or of one."""
+    """Check a BlockMask against the lengths and device of q and k; its batch size and heads must be theirs or 1."""
     lengths, batch, heads = (q.shape[2], k.shape[2]), q.shape[0], q.shape[1]
     if mask.lengths != lengths:
         advice = "build it for these lengths"
@@ -157,7 +157,7 @@ def check_block_mask(op: str, mask, q, k) -> None:
 
 
 def check_causal_blocks(op: str, causal: bool, offsets) -> None:
-    """Raise if a block mask is to be made causal in a call with offsets: its lists are those of one alignment."""
+    """Raise if causal=True is combined with a block mask and offsets: the mask's lists assume one alignment."""
     if causal and offsets is not None:
         raise TypeError(
             f"{op}: causal=True with a block mask is not supported with q_offset or k_offset; put kv <= q into its "
@@ -166,7 +166,7 @@ def check_causal_blocks(op: str, causal: bool, offsets) -> None:
 
 
 def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype) -> None:
-    """Check the dtypes and shapes of what belongs to the output, of real or of fake tensors."""
+    """Check the dtypes and shapes of out, lse and their gradients; also for fake tensors."""
     packed, wide = q.dim() == 3, accumulator(q.dtype)
     rows, shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3], (*q.shape[:-1], v.shape[-1])
     of_output, of_lse = (q.dtype, shape), (wide, rows)
@@ -190,7 +190,7 @@ def refuse_with_mask(op: str, window_size, cu_q, cu_k) -> None:
 
 
 def refuse_options(op: str, options: dict) -> None:
-    """Raise a TypeError for keywords that block_sparse_attention does not take; those of attention have advice."""
+    """Raise TypeError for unsupported keywords of block_sparse_attention, with alternatives for those of attention."""
     name = next(iter(options))
     advice = ""
     if name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -209,7 +209,7 @@ def refuse_options(op: str, options: dict) -> None:
 
 
 def check_out(op: str, out, shape, dtype, device) -> None:
-    """out has the result's shape and dtype, contiguous head dims, and an address and strides that TMA takes."""
+    """Check that out has the result's shape and dtype, a contiguous head dim, and a TMA-aligned address and strides."""
     checks.check_result(op, "out", out, shape, dtype)
     checks.check_device(op, device, out=out)
     if out.stride(-1) != 1 and out.shape[-1] > 1:

@@ -1,6 +1,6 @@
-"""Eager calls: validate, plan, launch. Also what the registered ops of torch_op.py run.
+"""Eager calls: validate, plan, launch. The registered ops of torch_op.py run these functions, too.
 
-A call with metadata seen before costs a look-up, a test of its tensors and the launch.
+A call whose metadata is in the plan cache costs a lookup, a test of its tensors and the launch.
 """
 
 from functools import partial
@@ -188,13 +188,13 @@ def plan_attention(
 
 
 def bound_to(score_mod, q):
-    """A score_mod as kernels take it, with the tensors that it captures."""
+    """A BoundScore: the score_mod as kernels expect it, with its captured tensors."""
     common.check_tensor("attention: q", q)
     return bound(score_mod, q.device)
 
 
 def _scales_of_packed(q, k, v, *scales) -> tuple | None:
-    """Of q, k and v of 8 bits, with some or without; None of 16 bits, which have none."""
+    """The dequantization scales of FP8 q, k and v, some of which may be None; None for BF16 and FP16 operands."""
     if float8.serves(q, scales[0]):
         return scales
     checks.check_wide("attention", "packed sequences", k, v, *scales[1:])
@@ -202,7 +202,7 @@ def _scales_of_packed(q, k, v, *scales) -> tuple | None:
 
 
 def _check_one_form(seqused_k, page_table, q_offset, k_offset) -> None:
-    """Packed sequences have no cache, and no offsets."""
+    """Raise if packed sequences are combined with a KV cache or with offsets."""
     refuse_offsets("attention", "cu_seqlens_q and cu_seqlens_k", q_offset, k_offset)
     if seqused_k is not None or page_table is not None:
         raise ValueError("attention: cu_seqlens and seqused_k are two forms; give one of them")

@@ -1,4 +1,4 @@
-"""The families of attention's kernels. Importing registers them."""
+"""Kernel families of attention. Importing this module registers them."""
 
 from .backward.family import FLASH_BACKWARD
 from .decode.family import DECODE

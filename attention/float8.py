@@ -1,11 +1,11 @@
-"""attention of 8-bit floats: q and k of float8_e4m3fn, v of it or of 16 bits, with scales of heads or blocks of tokens.
+"""FP8 attention: q and k in float8_e4m3fn, v in float8_e4m3fn, BF16 or FP16, with scales per head or block of tokens.
 
-Checks, and the kernel of a plan.
+This module has the argument checks and the kernel selection.
 
-The forward kernel of sm_90 converts v to fp16 itself, or another kernel does before, in memory of the call's own,
-whichever takes less time (choose.converts_inside). For fast sums one transposes v before. A plan has both kernels, the
-shape of that memory, and how the kernel takes scales. v of 16 bits needs no other kernel. CPU tensors run the reference
-of the dequantised operands, in fp32.
+The sm_90 forward kernel converts v to FP16 itself, or a separate kernel converts it into a workspace first, whichever
+is faster (choose.converts_inside). With fast accumulation a separate kernel transposes v. A plan holds both kernels,
+the shape of the workspace, and the shapes of the scales. A 16-bit v needs no other kernel. CPU tensors are dequantized
+and run the reference in FP32.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ MOST_ITEMS = 65_535  # CUDA's limit of a grid's y and z
 
 
 def serves(q, q_descale) -> bool:
-    """Whether a call is one of q of 8-bit floats, or would be one; False of what is no tensor."""
+    """True if q is FP8 or has a q_descale; False if q is not a tensor."""
     return getattr(q, "dtype", None) in FLOAT8 or q_descale is not None
 
 
 def check_operands(op: str, q, k, v) -> None:
-    """q and k of float8_e4m3fn, and v of it or of 16 bits."""
+    """Check the dtypes: q and k in float8_e4m3fn, v in float8_e4m3fn, BF16 or FP16."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     if q.dtype not in FLOAT8:
@@ -51,12 +51,12 @@ def check_operands(op: str, q, k, v) -> None:
 
 
 def alike(v) -> dict:
-    """What checks.check_qkv is to know: v of 16 bits is of another dtype."""
+    """Keyword arguments of checks.check_qkv, since a 16-bit v has another dtype than q."""
     return {"also": (E4M3,), "alike": "kv" if v.dtype == E4M3 else "k"}
 
 
 def check(op: str, q, k, v, scales: tuple) -> None:
-    """q (B, H, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv) with their scales."""
+    """Check q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) and their dequantization scales."""
     check_operands(op, q, k, v)
     checks.check_qkv(op, q, k, v, **alike(v))
     heads, lengths = (q.shape[1], k.shape[1], k.shape[1]), (q.shape[2], k.shape[2], k.shape[2])
@@ -64,9 +64,10 @@ def check(op: str, q, k, v, scales: tuple) -> None:
 
 
 def check_scales(op: str, q, scales: tuple, batch: int, heads: tuple, lengths: tuple | None = None) -> None:
-    """Scales of q, k and v, float32: one for all, for each head, for each item's, or for each block of its tokens.
+    """Check the float32 dequantization scales of q, k and v: per tensor, head, batch and head, or block of tokens.
 
-    heads, lengths: how many heads and tokens each has; None of packed sequences, which have no scales of tokens.
+    heads, lengths: numbers of heads and tokens of q, k and v. lengths is None for packed sequences, which do not
+    support scales per block of tokens.
     """
     for which, (name, scale, count) in enumerate(zip(SCALES, scales, heads, strict=True)):
         if scale is None:
@@ -87,23 +88,23 @@ def check_scales(op: str, q, scales: tuple, batch: int, heads: tuple, lengths: t
 
 
 def blocks_of(length: int) -> int:
-    """How many blocks of tokens have a scale each."""
+    """Number of blocks of tokens, each with its own scale."""
     return -(-length // SCALE_TOKENS)
 
 
 def of_tokens(scales: tuple) -> bool:
-    """Whether any of a call's scales are of blocks of tokens."""
+    """True if any scale is per block of tokens."""
     return any(isinstance(s, Tensor) and s.dim() == 3 for s in scales)
 
 
 def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
-    """Scales as (B, H) and (B, Hkv), of any strides; those of blocks of tokens have a third dimension."""
+    """Scales expanded to (B, H) and (B, Hkv), any strides; scales per block of tokens have a third dimension."""
     return tuple(None if s is None else s.expand(batch, n, *s.shape[2:]) for s, n in zip(scales, heads, strict=True))
 
 
 def planned_shapes(q, k, scales: tuple, sequences: int = 0) -> tuple:
-    """FlashPlan.scale_shapes: (B, H) and (B, Hkv), or if any scales are of blocks of tokens, all of them (B, H, blocks)
-    and (B, Hkv, blocks). B is `sequences` of packed ones, (rows, heads, D)."""
+    """FlashPlan.scale_shapes: (B, H) and (B, Hkv), or (B, H, blocks) and (B, Hkv, blocks) if any scale is per block of
+    tokens. B is `sequences` for packed q and k (rows, heads, D)."""
     shapes = [(sequences or q.shape[0], t.shape[1]) for t in (q, k, k)]
     if of_tokens(scales):
         shapes = [(*shape, blocks_of(t.shape[2])) for shape, t in zip(shapes, (q, k, k), strict=True)]
@@ -112,8 +113,8 @@ def planned_shapes(q, k, scales: tuple, sequences: int = 0) -> tuple:
 
 
 def as_planned(plan: FlashPlan, scales: tuple) -> tuple:
-    """Scales as the plan's kernel takes them, of any strides. Most calls have them so, and expand() takes as long as
-    all that a plan is looked up by."""
+    """Scales in the shapes that the plan's kernel expects, any strides. Most calls already pass these shapes; expand()
+    costs as much host time as the whole plan lookup."""
     if not plan.scale_shapes:
         return scales
     return tuple(
@@ -123,12 +124,12 @@ def as_planned(plan: FlashPlan, scales: tuple) -> tuple:
 
 
 def given(scales: tuple) -> tuple:
-    """Those that there are."""
+    """The scales that are not None."""
     return tuple(s for s in scales if s is not None)
 
 
 def out_dtype(op: str, q, out) -> torch.dtype:
-    """bfloat16, or that of out: bfloat16, float16 or float32."""
+    """The output dtype: out's (bfloat16, float16 or float32), or bfloat16 by default."""
     if not isinstance(out, Tensor):  # none, or what the checks will name
         return default_out_dtype(q.dtype)
     if out.dtype not in NAMES:
@@ -137,9 +138,9 @@ def out_dtype(op: str, q, out) -> torch.dtype:
 
 
 def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = False, sequences: int = 0) -> Callable:
-    """What plan.plan_kernel asks for a kernel: the forward kernel of 8-bit floats, and that which makes its v.
+    """Return the `choose` callback of plan.plan_kernel: it selects the FP8 forward kernel and the one that converts v.
 
-    sequences: of packed q, k and v.
+    sequences: number of packed sequences.
     """
 
     def choose_one(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
@@ -168,7 +169,7 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
 
 
 def plan_values(plan: FlashPlan, v, sequences: int) -> None:
-    """Fill in the kernel that makes of v what the plan's kernel reads, where that does not do it itself."""
+    """Fill in the kernel that converts or transposes v, unless the forward kernel converts it."""
     facts = plan.facts
     if facts.converts:
         plan.notes.append("v is converted to float16 in the kernel, for each tile of queries; none runs before it")
@@ -186,9 +187,9 @@ def plan_values(plan: FlashPlan, v, sequences: int) -> None:
 
 
 def too_large(v) -> str:
-    """Why the kernels that run before cannot make v; "" where they can.
+    """The reason why the kernels that convert v do not support its shape; "" if they do.
 
-    They count items and heads in z and y of a grid, and parts of rows in int32.
+    They use grid z and y for batches and heads, and int32 for parts of rows.
     """
     batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
     if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
@@ -200,7 +201,7 @@ def too_large(v) -> str:
 
 
 def converted(v, facts: ValuesFacts) -> Callable:
-    """A function of such a v: fp16 for the forward kernel, in new memory."""
+    """Return a function that converts a v of this layout to a new FP16 tensor for the forward kernel."""
     shape, strides, dense = v.shape, v.new_empty(v.shape).stride(), v.dim() == 4
     kernel = families.function_for(facts)
 
@@ -213,7 +214,8 @@ def converted(v, facts: ValuesFacts) -> Callable:
 
 
 def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
-    """A function of such a v and, of packed ones, cu_seqlens_k: v for the fast forward kernel, in new memory."""
+    """Return a function that transposes a v of this layout into a new tensor, for fast accumulation. Packed sequences
+    also pass cu_seqlens_k."""
     from .forward.fp8.transposed_values import tiles_of
 
     (batch, heads), (rows, dim) = ((1, v.shape[1]), v.shape[::2]) if sequences else (v.shape[:2], v.shape[2:])
@@ -233,13 +235,13 @@ def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
 
 
 def dequantised(q, k, v, scales: tuple) -> tuple:
-    """q, k and v in fp32, times their scales."""
+    """q, k and v dequantized to FP32."""
     scales = of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
     return tuple(reference.dequantised(t, s, torch.float32) for t, s in zip((q, k, v), scales, strict=True))
 
 
 def dequantised_packed(q, k, v, scales: tuple, cu_seqlens_q, cu_seqlens_k) -> tuple:
-    """The same of packed sequences (rows, heads, D), each of which has scales."""
+    """Packed q, k and v (rows, heads, D) dequantized to FP32, with scales per sequence."""
     sequences = len(cu_seqlens_q) - 1
     scales = of_heads(scales, sequences, (q.shape[1], k.shape[1], k.shape[1]))
     found = []

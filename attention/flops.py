@@ -1,5 +1,5 @@
-"""FLOPs of the attention ops for FlopCounterMode, as torch counts its own scaled_dot_product_attention: two for each
-product, of all scores that a causal or windowed mask crosses, and of the blocks that a block mask lists."""
+"""FLOPs of the attention ops for FlopCounterMode, as torch counts scaled_dot_product_attention: two per multiply-add.
+Causal and window masks count all scores; a block mask counts its nonzero blocks."""
 
 import math
 
@@ -19,7 +19,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, scores: int) -> int:
 
 
 def dense_scores(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None) -> int:
-    """Number of scores; of packed sequences that cannot be read, all that their rows could have."""
+    """Number of scores. For packed sequences whose cu_seqlens cannot be read, an upper bound."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return math.prod(q.shape[:-1]) * k.shape[-2]
     if not readable(cu_seqlens_q):
@@ -29,7 +29,7 @@ def dense_scores(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None, cu_se
 
 
 def block_scores(q: Tensor, k: Tensor, lists: list[Tensor], blocksize: list[int], form: str) -> int:
-    """Number of scores in the listed blocks; all scores where the lists cannot be read."""
+    """Number of scores in the nonzero blocks; all scores if the lists cannot be read."""
     if form not in ("lists", "flex", "blocks") or not all(readable(t) for t in lists):
         return dense_scores(q, k)
     counts, (bm, bn) = (lists, (128, 128)) if form == "blocks" else (lists[::2], blocksize)

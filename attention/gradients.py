@@ -19,8 +19,8 @@ from .saved_mask import saved_mask
 
 
 class Attention(torch.autograd.Function):
-    """attention and block_sparse_attention with LSE, differentiable once in q, k, v, sinks, and what a score_mod
-    captures. Not to be applied under a transform of torch.func."""
+    """attention and block_sparse_attention with LSE, differentiable once in q, k, v, sinks and the tensors that
+    score_mod captures. Does not support torch.func transforms."""
 
     @staticmethod
     def forward(ctx, call, q, k, v, sinks, *captured):
@@ -77,18 +77,17 @@ def differentiable(run, q, k, v, mask, options: dict, sinks=None, cu_q=None, cu_
 
 
 def check_score(score, wanted: bool, q, deterministic: bool | None) -> None:
-    """A score_mod has derivatives; `wanted`: also gradients of what it captures."""
+    """Check that a score_mod has derivatives. wanted: True if its captured tensors need gradients."""
     if wanted and has_kernel(q) and in_one_order(deterministic):
         raise RuntimeError(
-            "attention: the gradients of tensors that a score_mod captures are added up in any order on a GPU, by "
-            "atomic operations, and deterministic gradients are asked for; detach() the tensors, or let go of "
-            "deterministic=True and torch.use_deterministic_algorithms"
+            "attention: gradients of tensors captured by score_mod use atomics on a GPU and are nondeterministic, and "
+            "deterministic gradients are required; detach() the tensors, or set deterministic=False"
         )
     score.mod.check_derivatives()
 
 
 def sums_of(q, tensors, slots) -> dict[int, Tensor]:
-    """Zeros to which the gradients of these captured tensors are added."""
+    """Zero-initialized accumulators for the gradients of these captured tensors."""
     return {slot: torch.zeros(tensors[slot].shape, dtype=_wide(q), device=q.device) for slot in slots}
 
 
@@ -103,9 +102,9 @@ def gradients_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
 
-    sinks: those of the call, where a gradient of them is wanted; without, dsinks is None.
-    score_mod: a BoundScore. sums: of tensors that it captures, by their slots: their gradients are added to these.
-    grad_dtype: that of dQ, dK and dV, instead of q's.
+    sinks: the call's sinks if they need a gradient; None: dsinks is None.
+    score_mod: a BoundScore. sums: accumulators of the gradients of its captured tensors, by slot.
+    grad_dtype: dtype of dQ, dK and dV, instead of q's.
     """
     if dout is None and dlse is None:
         return tuple(None if t is None else gradient_of(t).zero_() for t in (q, k, v, sinks))
@@ -131,7 +130,7 @@ def gradients_of(
 
 
 def in_one_order(deterministic: bool | None) -> bool:
-    """`deterministic`, or where it is None what torch asks of all ops."""
+    """`deterministic`, or torch's global setting if it is None."""
     if deterministic is not None:
         return deterministic
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""What other interfaces do to q, k and v before they call an op: autocast, and head dimensions that no kernel has."""
+"""Preparation of q, k and v by other interfaces before they call an op: autocast, and padding of head dimensions."""
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -37,5 +37,5 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def least_head_dim(d: int) -> int:
-    """The smallest head dimension of a kernel that is at least d; d itself where none is."""
+    """The smallest supported head dimension that is at least d; d itself if there is none."""
     return next((n for n in (*HEAD_DIMS, WIDE) if n >= d), d)

@@ -1,4 +1,4 @@
-"""attention of packed sequences: what ops.attention does with cu_seqlens. Validate, plan, launch."""
+"""Variable-length attention over packed sequences (cu_seqlens) for ops.attention: validate, plan, launch."""
 
 from functools import partial
 

@@ -28,7 +28,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass
 class FlashPlan(CallPlan):
-    """What a call of attention runs."""
+    """The kernel of an attention call and its launch parameters."""
 
     lse_shape: tuple = ()
     scalars: tuple = ()  # the function's last arguments
@@ -84,7 +84,7 @@ def gradient_of(
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Whether a call with this tensor takes a kernel."""
+    """True if a call with this tensor launches a kernel."""
     return plans_kernel(tensor.device)
 
 

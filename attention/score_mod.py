@@ -44,7 +44,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreMod(ElementMask):
-    """What a score_mod computes; equal to another if they compute the same."""
+    """The traced program of a score_mod; two are equal if their programs are."""
 
     @cached_property
     def slope(self) -> Program:
@@ -53,7 +53,7 @@ class ScoreMod(ElementMask):
 
     @property
     def adds(self) -> bool:
-        """Whether d result / d score is 1 everywhere."""
+        """True if d result / d score is 1 everywhere."""
         return constant_of(self.slope) == 1.0
 
     def reads(self, slots: Sequence[int]) -> list[Read]:
@@ -78,7 +78,7 @@ class ScoreMod(ElementMask):
 
     @cached_property
     def takes_positions(self) -> bool:
-        """Whether it depends on the row or the column."""
+        """True if the result depends on the row or the column."""
         return not inputs_of(self.program, self.program.output).isdisjoint((Q_INPUT, KV_INPUT))
 
     @cached_property
@@ -94,7 +94,7 @@ class ScoreMod(ElementMask):
         return self if program == self.program else replace(self, program=program)
 
     def indexes(self, value: int) -> bool:
-        """Whether an input is an index by itself, and so must not go past a tensor's end."""
+        """True if an input is used directly as an index, and so must not exceed a tensor's extent."""
         return any(index == value for _, _, index in self.program.direct)
 
 
@@ -218,7 +218,7 @@ def check_callable(score_mod) -> None:
 
 
 def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:
-    """Of a traced function and what it reads."""
+    """The ScoreMod of a traced program and the tensors that it reads."""
     if program.dtype in ("bool", "int32", "int64"):
         raise TypeError(f"score_mod must return a floating-point score, got a tensor of torch.{program.dtype}")
     if program.dtype in HALF:
@@ -230,5 +230,5 @@ def mod_of(program: Program, tensors: Sequence[Tensor]) -> ScoreMod:
 
 @lru_cache(maxsize=MOST)
 def _known(program: Program, contiguous: tuple[bool, ...]) -> ScoreMod:
-    """One object for what is the same, which keeps its derivatives."""
+    """Cache of ScoreMod objects, which hold their derivatives."""
     return ScoreMod(program, contiguous)

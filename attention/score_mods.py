@@ -120,7 +120,7 @@ def t5_bias(table: Tensor, *, bidirectional: bool, max_distance: int = 128, offs
 
 
 def t5_buckets(relative: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """The bucket of each distance kv - q."""
+    """Return the bucket of each distance kv - q."""
     first = torch.zeros_like(relative)
     if bidirectional:
         buckets //= 2

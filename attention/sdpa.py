@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: torch's signature and meaning, by the kernels of this package."""
+"""scaled_dot_product_attention: a drop-in replacement for torch's function."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _run_block_sparse(q, k, v, *mask_and_score, form, return_lse, **terms) -> tu
 
 
 def _score_of(q, score: tuple) -> dict:
-    """A score_mod as an op takes it, as eager calls do; of an op without one, nothing."""
+    """Keyword arguments with the score_mod for eager calls; empty for an op without one."""
     return {"score_mod": read_score(*score, q.device)[0]} if score else {}
 
 
@@ -180,7 +180,7 @@ def _terms(inputs, at: int) -> tuple:
 
 
 def names_of(schema: str) -> list[str]:
-    """The arguments' names, in order."""
+    """Return the names of the arguments, in order."""
     return [argument.partition("=")[0].split()[-1] for argument in schema.split(", ")]
 
 
@@ -337,7 +337,7 @@ def traced_backward(
 
 
 def _differentiable(op: str, q, k, v, sinks, out, score: tuple) -> bool:
-    """Whether a traced call has gradients, for which it needs LSE."""
+    """True if a traced call needs gradients, and so LSE."""
     captured = score[2] if score else ()
     if not watched(q, k, v, sinks, *captured):
         return False

@@ -44,7 +44,7 @@ WRONG = [
     ("dense", {"q": [1]}, TypeError, "q must be a torch.Tensor"),
     ("dense", {"k": torch.zeros(2, 2, 47, 64)}, TypeError, "k is torch.float32 but q is torch.bfloat16"),
     ("dense", dict(zip("qkv", (t.int() for t in qkv()), strict=True)), TypeError, "q is torch.int32"),
-    ("dense", {"k": bf16(1, 2, 47, 64)}, ValueError, "batches of 2, 1 and 2 items"),
+    ("dense", {"k": bf16(1, 2, 47, 64)}, ValueError, "q, k and v must have the same batch size, got 2, 1 and 2"),
     ("dense", {"v": bf16(2, 2, 46, 64)}, ValueError, "differ in heads or length"),
     ("dense", {"k": bf16(2, 2, 47, 32)}, ValueError, "q has head_dim 64 and k 32"),
     ("dense", {"q": bf16(2, 3, 33, 64)}, ValueError, "must be a multiple"),

@@ -115,7 +115,7 @@ def test_the_same_tensors_changed_in_place(emulated):
     assert is_right(q, k, v, out, causal=True)
     refused(ValueError, "out's address", q, k, v, causal=True, out=odd)
     q.resize_(0, 2, 24, 64)
-    refused(ValueError, "batches of 0, 2 and 2 items", q, k, v, causal=True, out=out)
+    refused(ValueError, "q, k and v must have the same batch size, got 0, 2 and 2", q, k, v, causal=True, out=out)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
