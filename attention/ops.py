@@ -186,7 +186,7 @@ def _nested(q, k, v) -> bool:
 
 
 def _options(terms: dict) -> dict:
-    """What backward reads, too, of the terms of both ops."""
+    """Terms of both ops that backward reads, too."""
     options = {name: terms[name] for name in OPTIONS}
     if "score_mod" in terms:
         options["score_mod"] = terms["score_mod"]

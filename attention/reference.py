@@ -88,7 +88,8 @@ def attention(
 
 
 def _seen(shape, sk: int, device, bounds: tuple, block_mask, offsets, begin: int, end: int) -> Tensor | None:
-    """What the rows `begin` to before `end` see, a bool tensor that broadcasts to (B, H, rows, Sk); None: all."""
+    """Keys that the rows from `begin` to before `end` see: a bool tensor that broadcasts to (B, H, rows, Sk); None:
+    all."""
     (batch, heads, sq), mask = shape, None
     if bounds != (None, None):
         rows = torch.arange(begin, end, device=device)[:, None]
@@ -232,7 +233,7 @@ def attention_cached(
             has the rows from seqused_k[b, 0] to before seqused_k[b, 1]. Read on the host.
         page_table: (B, pages of an item) int32; item b's row j is in page page_table[b, j // page_size]. A page that
             is not there is of zeros.
-        k_descale, v_descale: (B, Hkv), of k and v of 8-bit floats, or None for 1.
+        k_descale, v_descale: (B, Hkv), for FP8 k and v, or None for 1.
         The others are those of `attention`, with seqused_k[b] for Sk.
 
     Returns:

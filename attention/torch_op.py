@@ -233,7 +233,7 @@ def _block_sparse_gradients(ctx, dout, dlse):
 
 
 def _gradients(ctx, name: str, tensors: tuple, score: tuple, terms: tuple, sinks: Tensor | None) -> tuple:
-    """What the op of that name computes, for each input: a list for each list of tensors. Sinks, if there are any, are
+    """The results of the op of that name, per input: a list for each list of tensors. Sinks, if there are any, are
     the last; inputs that are their defaults may be left out."""
     needed = ctx.needs_input_grad
     nothing = [[None] * len(n) if isinstance(n, list) else None for n in needed]
@@ -404,7 +404,8 @@ def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Ten
 
 
 def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str = "lists"):
-    """What `crossing` was given, as block_sparse_attention takes it; a BlockMask is made once of the same tensors.
+    """Rebuild the mask that `crossing` was given, as block_sparse_attention takes it; a BlockMask is made once of the
+    same tensors.
 
     The contents of lists and indices were checked, or trusted, where the caller's mask was made.
     """

@@ -290,7 +290,7 @@ def sddmm(
     out_dtype: torch.dtype | None = None,
     expert_ids: Tensor | None = None,
 ) -> Tensor:
-    """The stored blocks of a pattern, of the dense product a @ b: a sampled product, the gradient of a sparse weight.
+    """SDDMM: compute the stored blocks of a pattern of the dense a @ b, such as the gradient of a sparse weight.
 
     Args:
         a: (M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
@@ -408,7 +408,7 @@ def structured(
 
 
 def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) -> Tensor:
-    """The same of a product of 8-bit floats, or with out_dtype or a precision."""
+    """Call an op that has no gradient: FP8, out_dtype or a precision."""
     if more.get("precision") is not None:
         check_precision(op, more["precision"], terms[0].dtype)
     if not through_dispatcher:

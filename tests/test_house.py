@@ -222,3 +222,34 @@ def test_every_kernel_says_which_barriers_it_uses():
                 kernel = family.kernel(family.entry(facts))
                 barriers.check(used[0], kernel.threads, used[1])
                 barriers.check_arrivals(used[0], kernel.threads, kernel.cluster, kernel.arrivals)
+
+
+CLAUSE = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|Of|That|Those|Why)\b")
+BANNED = re.compile(
+    r"\b(8-bit floats?|nobody|somebody|promoted sums?|short sums|fast sums|sampled products?)\b", re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_begin_with_a_verb_or_a_noun(package):
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    found = []
+    for path, tree in files().items():
+        if path.relative_to(ROOT).parts[0] == package:
+            nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+            texts = (ast.get_docstring(node) or "" for node in nodes)
+            found += [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for text in texts if CLAUSE.match(text)]
+    assert not found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_code_uses_the_terms_of_the_field(package):
+    """FP8, promoted accumulation and SDDMM have one name each; sentences name the thread or kernel that acts."""
+    paths = [path for path in files() if path.relative_to(ROOT).parts[0] == package]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if BANNED.search(line)
+    ]
+    assert not found

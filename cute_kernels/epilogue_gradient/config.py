@@ -1,4 +1,4 @@
-"""What the kernel of an epilogue's gradient is compiled from."""
+"""Facts that the kernel of an epilogue's gradient is compiled from."""
 
 from dataclasses import dataclass
 from typing import ClassVar

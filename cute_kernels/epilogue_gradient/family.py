@@ -55,7 +55,7 @@ class EpilogueGradients(Family):
 
 
 def facts_of(target: str, dtype: str, activation: str | None, sums: bool, program=None) -> EpilogueGradientFacts:
-    """Of an activation and then a user's function, either None."""
+    """Facts of an activation followed by a user's function; either may be None."""
     return EpilogueGradientFacts(target, dtype, derivative(followed_by(activation, program)), sums)
 
 

@@ -62,7 +62,7 @@ class Sparse24MainloopSm80(MainloopSm80):
             words.now[i] = words.ahead[i]
 
     def fragments(self) -> tuple:
-        """Of A as of a dense product; of B two steps, (8 bytes, MMA_N, 2)."""
+        """Fragments: of A as in a dense GEMM, of B two steps, (8 bytes, MMA_N, 2)."""
         shape = (self.element.vector // 2, self.mmas_n, KEPT)
         rA = [cute.make_rmem_tensor((self.element.vector, self.mmas_m), self.dtype) for _ in range(2)]
         return rA, [cute.make_rmem_tensor(shape, self.dtype) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a kernel that copies fp32 operands is compiled from."""
+"""Facts that a kernel which copies FP32 operands is compiled from."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -43,13 +43,13 @@ def along_k(x: Tensor) -> Tensor | None:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Whether a kernel can run: a plan for a GPU that is assumed copies nothing by it on the one that is there. The
+    """True if a kernel can run: a plan for a GPU that is assumed copies nothing by it on the one that is there. The
     kernels number vectors of 16 bytes in 32 bits."""
     return x.is_cuda and x.numel() <= MOST_ELEMENTS and (assumed() is None or x.device.type != "cuda")
 
 
 def _is_turned(x: Tensor) -> bool:
-    """Whether x (..., rows, K) is one tensor of three dimensions that is contiguous along its rows."""
+    """True if x (..., rows, K) is one tensor of three dimensions that is contiguous along its rows."""
     if x.stride(-2) != 1 or x.stride(-1) == 1 or x.shape[-2] > MOST_TILES * TILE_N:
         return False
     return x.dim() == 2 or (x.shape[:-2].numel() <= MOST_TILES and not flatten_batch(x.to("meta"), 3)[1])

@@ -190,7 +190,7 @@ class _Walk:
         return self._of(kind), self._of_builtin(value), *parts
 
     def _of_builtin(self, value) -> str | None:
-        """What an object of a subclass of int, float, str, ... is beside its attributes."""
+        """The plain value of an object of a subclass of int, float, str, ..., apart from its attributes."""
         for base in type(value).__mro__[1:-1]:
             if not base.__flags__ & HEAP:
                 if base in PLAIN or base is float:
@@ -200,7 +200,7 @@ class _Walk:
 
 
 class GlobalState:
-    """What functions read through globals, and what objects hold.
+    """State that functions read through globals, and state that objects hold.
 
     roots: (globals, code) of a function, whose captured values do not count, or an object in full: a class is what its
         instances read through it. Objects are not kept alive.

@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
             self.fail(f"{_called(func)} writes to a captured tensor, which happens once, while the function is traced")
         if str(kwargs.get("device")) == "meta":  # asked for on the device of an input
             kwargs = {**kwargs, "device": self.device}
-        fresh = func is aten.lift_fresh.default  # of torch.tensor, which nobody else has
+        fresh = func is aten.lift_fresh.default  # made by torch.tensor, so no other reference exists
         captured = [] if fresh else [x for x in flat if isinstance(x, Tensor) and id(x) not in self.made]
         self.read.update((id(x), x) for x in captured)
         if func is not aten.detach.default:

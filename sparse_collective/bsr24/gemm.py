@@ -96,7 +96,7 @@ class Bsr24Gemm(BsrGemm):
 
 
 class ScaledBsr24Gemm(Bsr24Gemm):
-    """Bsr24Gemm of 8-bit floats with scales, as ScaledBsrGemm has them."""
+    """FP8 Bsr24Gemm with the dequantization scales of ScaledBsrGemm."""
 
     @cute.jit
     def __call__(

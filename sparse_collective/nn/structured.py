@@ -58,7 +58,7 @@ def refuse_float8(name: str, dtype: torch.dtype) -> None:
     if dtype in FLOAT8:
         raise TypeError(
             f"{name}: the weight is {dtype}; it must be torch.bfloat16 or torch.float16, on the CPU also torch.float32 "
-            "or torch.float64. gemm of a Sparse24 and bsr_linear of a Bsr24 multiply 8-bit floats"
+            "or torch.float64. For FP8 use gemm with a Sparse24 or bsr_linear with a Bsr24"
         )
 
 
