@@ -115,7 +115,7 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
 
 
 def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int) -> tuple:
-    """What the kernels take of a mask: columns, how many may be partial, block_source.OrderedScheduler's table.
+    """Kernel arguments of a mask: columns, how many may be partial, block_source.OrderedScheduler's table.
 
     The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
     """

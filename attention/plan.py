@@ -153,7 +153,7 @@ def plan_kernel(
 
 
 def scalars_of(scale: float, softcap: float | None, score_mod: bool = False) -> tuple[float, float]:
-    """What the kernels multiply scores by before 2^x, and twice log2(e) scale / softcap, 0 without one.
+    """Factors of the scores: the one before 2^x, and twice log2(e) scale / softcap, 0 without one.
 
     With a cap, scores are tanh(..) times it; what multiplies them before the cap is folded into the tanh's argument.
     A score_mod takes scaled scores: the second is then the scale.
@@ -172,7 +172,7 @@ def path_of(op: str, spec: ArchSpec) -> str:
 
 
 def view_of(plan: FlashPlan, name: str, tensor: torch.Tensor | None) -> Callable | None:
-    """What makes the kernel's tensor of one whose strides it does not take; None where it takes them."""
+    """A function that copies or views a tensor whose strides the kernel does not support; None if it does."""
     if tensor is None:
         return None
     if not checks.tma_ready(tensor):

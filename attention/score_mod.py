@@ -107,7 +107,7 @@ def inputs_of(program: Program, number: int) -> set[int]:
 
 
 def constant_of(program: Program) -> float | None:
-    """What a Program computes of any inputs, where that is seen at once."""
+    """The constant result of a Program, if it has one regardless of its inputs."""
     node = program.nodes[-1] if program.nodes else None
     return node.args[0] if node is not None and node.op == "const" else None
 
@@ -148,7 +148,7 @@ class BoundScore:
         return replace(self, first_item=b, first_column=first_column)
 
     def apply(self, scores: Tensor, first_row: int = 0) -> Tensor:
-        """Of scores (B, H, rows, Sk), whose rows are those from `first_row` on."""
+        """Apply it to scores (B, H, rows, Sk) of the rows from `first_row` on."""
         return evaluate(self.mod.program, self._inputs(scores, first_row), self.operands).expand(scores.shape)
 
     def slopes(self, scores: Tensor, first_row: int) -> Tensor:
@@ -183,7 +183,7 @@ class BoundScore:
 
 
 def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> BoundScore | None:
-    """What kernels are compiled from, and the tensors that the function captures; None of None.
+    """Facts that kernels are compiled from, and the tensors that the function captures; None for None.
 
     Raises:
         TypeError: it does what a kernel cannot, which the message names with the line, or returns no number; or a

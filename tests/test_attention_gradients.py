@@ -434,7 +434,7 @@ def test_the_registered_op_without_lse_has_gradients():
 def test_what_has_no_gradient_says_so():
     q, k, v = (t.requires_grad_() for t in qkv(4, 16, 16, dtype=FP64))
     lengths = torch.tensor([16, 7], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="seqused_k or page_table.*cu_seqlens"):
+    with pytest.raises(RuntimeError, match="seqused_k, page_table or FP8.*cu_seqlens"):
         attention(q, k, v, seqused_k=lengths)
     with pytest.raises(RuntimeError, match="out=.*requires a gradient|requires one"):
         attention(q, k, v, out=torch.empty_like(q))

@@ -57,7 +57,7 @@ def test_explain_on_the_cpu():
     assert explain(bsr_matmul, W, normal(32, 8)).out_shape == (64, 8)
     assert "bsr_linear -> (5, 64)" in str(explain(bsr_linear, normal(5, 32), W))
     assert "kernel: none, nothing to compute" in str(explain(gemm, normal(0, 8), normal(8, 8)))
-    known = "known are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
+    known = "supported ops are .*bsr_grouped_linear, bsr_linear, bsr_matmul, gemm"
     with pytest.raises(ValueError, match=f"cannot explain 'matmul'; {known}"):
         explain(torch.matmul, normal(8, 8), normal(8, 8))
     for op, other in ((gemm, normal(16, 24)), (bsr_linear, W), (attention, normal(8, 16))):  # with the op's own name
@@ -111,7 +111,7 @@ def test_path_is_a_context_of_one_thread(emulated):
     with pytest.raises(KeyError), cute_kernels.path("sm_80"):
         raise KeyError
     assert forced_path() is None and seen == [None]
-    with pytest.raises(ValueError, match="unknown path 'sm_100'; there are sm_80, sm_90"), cute_kernels.path("sm_100"):
+    with pytest.raises(ValueError, match="unknown path 'sm_100'; known are sm_80, sm_90"), cute_kernels.path("sm_100"):
         pass
 
 

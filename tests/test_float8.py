@@ -138,7 +138,7 @@ def test_quantize_keeps_the_order_of_memory():
         (torch.ones(2, 2).to(E4M3), {}, TypeError, "float32"),
         (torch.ones(2, 2), {"dtype": FP16}, TypeError, "float8_e4m3fn"),
         (torch.ones(2, 2), {"per": "block"}, ValueError, "'row'"),
-        (torch.ones(2), {"per": "row"}, ValueError, "needs 2"),
+        (torch.ones(2), {"per": "row"}, ValueError, "at least 2 dimensions"),
     ],
 )
 def test_quantize_refuses(x, terms, error, words):

@@ -282,7 +282,7 @@ def test_cached(name, machine):
     with context(), decode.splits(splits) if path else contextlib.nullcontext():
         if path:
             plan = explain(attention, **call, **options, score_mod=make(*captured))
-            assert "decoding" in str(plan) and "score_mod" in str(plan)
+            assert "decode: " in str(plan) and "score_mod" in str(plan)
         out, lse = attention(**call, **options, score_mod=make(*captured), return_lse=True)
     make = functools.partial(functools.partial, of_item, make(*(t.double() for t in captured)))
     of_items = [(slice(b, b + 1), *(t[b : b + 1] for t in (call["q"], call["k"], call["v"])), None) for b in range(4)]
@@ -356,7 +356,7 @@ def test_decoding_without_lengths(machine):
         pytest.skip("the reference has one way")
     q, k, v = (t.detach() for t in operands(1, 8, 2, 1, 700, 64, FP16, device))
     with context():
-        assert "decoding" in str(explain(attention, q, k, v, score_mod=score_mods.Alibi(torch.ones(8).to(device), 699)))
+        assert "decode: " in str(explain(attention, q, k, v, score_mod=score_mods.Alibi(torch.ones(8).to(device), 699)))
 
 
 def scaled(c):

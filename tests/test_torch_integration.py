@@ -455,7 +455,7 @@ def test_ops_can_be_called_by_name():
     x, W = operands(bsr_linear, weights(), 24)
     made = sparse_torch_op._matrix(*parts_of(W))
     assert torch.equal(torch.ops.sparse_collective.bsr("bsr_linear", *parts_of(W), x), bsr_linear(x, made))
-    with pytest.raises(RuntimeError, match="no function 0123456789ab in this process; trace the model here"):
+    with pytest.raises(RuntimeError, match="no epilogue function 0123456789ab in this process; trace the model here"):
         torch_op.function_named("0123456789abcdef")
 
 
