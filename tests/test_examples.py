@@ -112,5 +112,5 @@ def test_reports_have_public_names(examples):
     assert report.arch == "sm_90a" and 0 < report.registers < 64 and report.spills == report.stack == 0
     assert report.opcodes["LDG"] == 2 and report.opcodes["STG"] == 1, "16 bytes a load and a store"
     assert report.problems == () and 0 < report.instructions < 200
-    with pytest.raises(ValueError, match="cannot explain 'silu_product'; known are"):
+    with pytest.raises(ValueError, match="cannot explain 'silu_product'; supported ops are"):
         cute_kernels.inspect(family.silu_product, arch="sm_90")
