@@ -13,12 +13,23 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cute_kernels.tile.ptx import read_special_register
 
 
+def loaded_operands(rQ: cute.Tensor, rK: cute.Tensor) -> list[tuple]:
+    """The loaded fragments themselves: one MMA."""
+    return [(rQ, rK)]
+
+
 @cute.jit
-def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first: cutlass.Constexpr):
+def recompute_scores(
+    acc_S: cute.Tensor,
+    sQ: cute.Tensor,
+    sK: cute.Tensor,
+    first: cutlass.Constexpr,
+    operands: cutlass.Constexpr = loaded_operands,
+):
     """acc_S = Q K' of sixteen rows.
 
     acc_S: ((2, 2, tile_n / 8), 1, 1), of a WGMMA. sQ: (tile_m, D); warp `first` has the first 16 rows, the next warps
-    the next ones. sK: (tile_n, D).
+    the next ones. sK: (tile_n, D). operands: (loaded fragments of Q and K) -> pairs of MMA operands.
     """
     tile_n, head_dim = const_expr(cute.size(sK, mode=[0])), const_expr(cute.size(sK, mode=[1]))
     dtype, thread = sQ.element_type, read_special_register("tid.x")
@@ -40,5 +51,6 @@ def recompute_scores(acc_S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor, first
         for k in cutlass.range(head_dim // 16, unroll=1):
             cute.copy(load_q, from_q[None, 0, k], to_q)
             cute.copy(load_k, from_k[None, n, k], to_k)
-            cute.gemm(atom, acc, rQ, rK, acc)
+            for a, b in operands(rQ, rK):
+                cute.gemm(atom, acc, a, b, acc)
         cute.make_tensor(acc_S.iterator + 8 * n, acc.layout).store(acc.load())
