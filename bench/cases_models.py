@@ -259,8 +259,8 @@ def changing(
 
 
 def model_cases() -> Iterator[Case]:
-    """A step with a change takes at most four of one without: 3 % of a run that changes its pattern every 100 steps."""
+    """A step with a change takes at most 1.10 of one without."""
     yield swiglu("bf16", 4096, 14336, 8192, 0.05, 14.0)
     yield transformer(0.9)
     for graph in (False, True):
-        yield changing(1 / 4, graph=graph)
+        yield changing(1 / 1.10, graph=graph)

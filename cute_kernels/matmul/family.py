@@ -17,21 +17,28 @@ FEATURES = frozenset(("float8", "float8 output", "float32", "float16 accumulator
 
 
 def output_problems(facts: GemmFacts, resources) -> list[str]:
-    """FP8 outputs that no F2F instruction converts; amax without the reduction of a warp."""
+    """FP8 outputs that no F2F instruction converts; amax without the reduction of a warp, or the reduction without
+    it."""
     codes, found = resources.opcodes, []
     if facts.narrow and not any(code.startswith("F2F") for code in codes):
         found.append(f"no F2F instruction converts the output to {facts.out_dtype}")
     if facts.epilogue.amax and "REDUX" not in codes:
         found.append("no REDUX: amax is not reduced in each warp")
+    if facts.narrow and not facts.epilogue.amax and "REDUX" in codes:
+        found.append("REDUX in a kernel without amax")
     return found
 
 
 def wait_problems(facts: GemmFacts, resources) -> list[str]:
-    """More than the last wait for all WGMMAs, in loops that need no other: the compiler serialized them."""
+    """More than the last wait for all WGMMAs, in loops that need no other, or more WARPGROUP instructions than an
+    ARRIVE and a DEPBAR per K-tile in two loops: the compiler serialized the WGMMAs."""
     fp16 = facts.acc_dtype == "float16"
     tf32 = facts.element.width == 4 and not facts.promoted and facts.block is None and facts.epilogue == EpilogueSpec()
     if facts.warp_specialised and (fp16 or tf32) and resources.wgmma_waits != 1:
         return [f"{resources.wgmma_waits} waits for all warpgroup products, of one: the compiler serialized them"]
+    fences = resources.opcodes.get("WARPGROUP", 0)
+    if facts.warp_specialised and fp16 and fences != (needed := 4 * len(facts.k_blocks)):
+        return [f"{fences} WARPGROUP instructions, of {needed}: the compiler serialized the WGMMAs"]
     return []
 
 

@@ -209,19 +209,25 @@ def of_stored_halves(facts: GemmFacts) -> str:
 
 
 def judge(facts: GemmFacts, resources, problems: list[str]) -> list[str]:
-    """Add to `problems`: too few MMAs for the steps of a K-tile, FP8 operands that are multiplied with 16 bits,
-    promoted accumulation with too few additions."""
+    """Add to `problems`: another number of MMAs than the steps of a K-tile need, FP8 operands that are multiplied with
+    16 bits, promoted accumulation with too few additions.
+
+    A loop whose first K-tile is peeled has the MMAs of a K-tile twice; a promoted one has them once per 128 columns.
+    """
     cfg, codes, found = facts.config, resources.opcodes, list(problems)
     rows = cfg.tile_m // (64 * cfg.warps_m)
     if facts.element.width > 1:
-        if facts.warp_specialised and resources.hgmma < (steps := rows * cfg.tile_k // 32):
-            found.append(f"{resources.hgmma} HGMMA for {steps} steps of a K-tile")
+        if facts.warp_specialised and resources.hgmma != (steps := 2 * rows * cfg.tile_k // 32):
+            found.append(f"{resources.hgmma} HGMMA for {steps} MMA steps")
         return found
     if wide := codes.get("HMMA", 0) + codes.get("HGMMA", 0):
         found.append(f"{wide} 16-bit MMAs in a kernel for {facts.dtype}")
     name, threads = ("QGMMA", 128) if facts.warp_specialised else ("QMMA", 32)
-    if (products := codes.get(name, 0)) < (steps := max(1, rows) * cfg.tile_k // MMA_BYTES):
-        found.append(f"{products} {name} for {steps} steps of a K-tile")
+    mmas, steps = codes.get(name, 0), max(1, rows) * cfg.tile_k // MMA_BYTES
+    if facts.warp_specialised:
+        steps *= -(-cfg.tile_n // cfg.warps_n // PROMOTED_COLUMNS) if facts.promotes else 2
+    if mmas < steps or facts.warp_specialised and mmas > steps:
+        found.append(f"{mmas} {name} for {steps} MMA steps")
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * threads)
     added = "FFMA" if facts.block is not None and facts.block.scaled else "FADD"
     if facts.promotes and codes.get(added, 0) < sums:

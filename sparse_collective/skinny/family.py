@@ -121,11 +121,13 @@ class Skinny(BsrFamily):
             return found
         cfg, codes = facts.config, resources.opcodes
         mmas, words = cfg.tile_m // 16 * (cfg.tile_n // 8), cfg.stages * cfg.tile_k // 4
-        least = {"HMMA": mmas * words}
+        least = {}
         if facts.block.scaled:
             least["FFMA"] = 4 * mmas * cfg.stages // self.entry(facts).kernel.together
         if not converts_by_bits(facts):
             least["F2FP" if facts.dtype == "float8_e4m3fn" else "PRMT"] = 2 * (cfg.tile_m + cfg.tile_n) // 8 * words
+        if codes.get("HMMA", 0) != mmas * words:
+            found.append(f"{codes.get('HMMA', 0)} HMMA for {mmas * words} MMA steps of a piece")
         return found + [f"{codes.get(c, 0)} {c}, of at least {n}" for c, n in least.items() if codes.get(c, 0) < n]
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
