@@ -178,7 +178,7 @@ def launch_blocks(
 ) -> tuple:  # fmt: skip
     """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for.
 
-    scales: of q, k and v of 8 bits, or None for each.
+    scales: dequantization scales of FP8 q, k and v, each or None.
     """
     masked, reads = mask, ()  # what the element mask reads: tensors, and then numbers
     try:

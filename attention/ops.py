@@ -90,13 +90,13 @@ def attention(
             a module, a functools.partial or a dataclass; see function_text for what it may capture.
         q_descale, k_descale, v_descale: float32 above 0 (not checked), dequantization scales of FP8 q, k and v, None
             for 1. (1,), (H,) or (Hkv,), or (B, H) or (B, Hkv), as in FlashAttention 3; B is the number of packed
-            sequences. q, k or v may be what quantize returns, with its own scale. q and k of float8_e4m3fn, and v of it
-            or of 16 bits: on sm_90, dense, packed, with block masks, not with seqused_k. Not packed, also for each
-            block of 128 tokens: (B, H, blocks), see quantize(per="tokens").
-            k and v alone, of float8_e4m3fn or float8_e5m2, with a q of 16 bits: read by the decoding kernels, with
-            seqused_k for any number of queries, or without for few queries. Neither at head dimension 512.
-        use_fast_accum: of q, k and v of 8 bits: P of e4m3, and sums of P V by tensor cores, of some 14 bits, which
-            errs by some percent; see usage.md. Not on the CPU.
+            sequences. q, k or v may be what quantize returns, with its own scale. Two combinations are supported,
+            neither at head dimension 512:
+            - FP8 attention on sm_90: q and k float8_e4m3fn, v that or 16-bit; dense, packed or block-sparse, without
+              seqused_k. Unless packed, also scales per 128 tokens, (B, H, blocks); see quantize(per="tokens").
+            - FP8 KV cache: k and v float8_e4m3fn or float8_e5m2, q 16-bit; without seqused_k, few queries only.
+        use_fast_accum: for FP8 q, k and v: P is E4M3, and P V stays in the tensor cores' accumulators of some 14 bits,
+            with errors of some percent; see usage.md. Not on the CPU.
         q_offset, k_offset: positions of the first row of q, and of k and v, in a longer sequence of which these are
             shards. Query i then attends to key j if j + k_offset <= i + q_offset (causal), windows shift alike, and
             score_mod is given positions. If one is given, the other counts as 0; without both the last query is at the
@@ -105,20 +105,20 @@ def attention(
             and v with attention.merge. Not with cu_seqlens, seqused_k or page_table.
 
     Returns:
-        (B, H, Sq, Dv) of q's dtype, `out` if it was given; of a q of 8 bits bfloat16, or out's dtype: bfloat16, float16
-        or float32. A row that sees no column gets 0, and an lse of -inf; a score of NaN gives its row and lse NaN.
+        (B, H, Sq, Dv) with q's dtype, or `out` if given. For FP8 q it is bfloat16, or out's dtype: bfloat16, float16 or
+        float32. A row that sees no column gets 0 and an lse of -inf; a NaN score makes its row and lse NaN.
         With cu_seqlens: (total_q, H, Dv), and an lse (H, total_q), as in FlashAttention. Rows from cu_seqlens_q[B] on,
         which belong to no sequence, see no column.
 
     Differentiable once in q, k, v, sinks and what score_mod captures, by out and by lse. These, out and lse are saved,
-    nothing quadratic. Rows that belong to no packed sequence give sinks no gradient. The gradient of q is accumulated
-    in any order on a GPU, unless `deterministic`. Head dimension 512 has no gradients.
+    nothing quadratic. Rows that belong to no packed sequence give sinks no gradient. The gradient of q uses atomics and
+    is nondeterministic on a GPU, unless `deterministic`. Head dimension 512 has no gradients.
 
     Under torch.autocast q, k and v are cast as in torch's SDPA, but not with out=; float64 and FP8 are not cast.
 
-    Every run gives the same bits; on the sm_80 path they differ with and without return_lse. q, k or v whose address or
-    strides are not multiples of 16 bytes, or which are expanded, are copied first, as
-    `cute_kernels.explain(attention, ...)` tells. CPU tensors run a torch reference in fp32.
+    Results are bitwise identical from run to run; on the sm_80 path they differ with and without return_lse. q, k or v
+    are copied first if their address or strides are not multiples of 16 bytes, or if they are expanded;
+    `cute_kernels.explain(attention, ...)` reports it. CPU tensors run a torch reference in FP32.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape or strides, before any launch.

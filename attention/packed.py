@@ -26,7 +26,7 @@ def attention_packed(
 ):
     """See ops.attention; terms are causal, window_size, softcap and scale, `score` a score_mod.BoundScore.
 
-    scales: of q, k and v of 8 bits, or None for each; None of 16 bits.
+    scales: dequantization scales of FP8 q, k and v, each or None; None for 16-bit operands.
     """
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
     once = cu_seqlens_q is cu_seqlens_k

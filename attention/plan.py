@@ -36,8 +36,8 @@ class FlashPlan(CallPlan):
     more: tuple = (None, None, None, None)
     takes_counter: bool = False  # after those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
-    # Of q of 8 bits: what makes the v that the kernel reads, of v and cu_seqlens_k, None where it reads v; and for each
-    # scale the shape that the kernel takes it as, None where it has that or is not there. () where that goes for all.
+    # For FP8 q: a function of v and cu_seqlens_k that converts v for the kernel, None if the kernel reads v itself; and
+    # the shape of each scale for the kernel, None if it has that shape or is absent, () if that is so for all.
     values: Callable | None = None
     scale_shapes: tuple | None = None
 

@@ -263,8 +263,7 @@ def attention_cached(
 
 
 def dequantised(t: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """K or V (B, Hkv, S, D) of 8 bits in a wider dtype, times its scales (B, Hkv), or (B, Hkv, blocks) of blocks of
-    tokens."""
+    """Dequantize FP8 K or V (B, Hkv, S, D) by scales (B, Hkv), or (B, Hkv, blocks) per block of tokens."""
     t = t.to(dtype)
     if scale is None:
         return t
