@@ -15,17 +15,17 @@ from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
 
-from . import checks, float8
+from . import checks, fp8
 from . import plan as planning
-from .forward.choose import heads_in_l2
 from .forward.config import BlockKind
-from .masks import kept
+from .forward.heuristics import heads_in_l2
+from .masks import cache as mask_cache
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
+from .masks.score_mod import bound
 from .plan import FlashPlan, launch, without_kernel
 from .positions import Offsets, check_offsets, lengths_at
-from .score_mod import bound
 from .sinks import check_sinks
 
 OP = "block_sparse_attention"
@@ -154,18 +154,18 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
 
 def _converted(q, k, block_mask) -> BlockMask:
     """Another form of mask as a BlockMask of the lengths that it has."""
-    if isinstance(block_mask, kept.FlexBlockMask):
-        return kept.of_flex(block_mask)
+    if isinstance(block_mask, mask_cache.FlexBlockMask):
+        return mask_cache.of_flex(block_mask)
     if isinstance(block_mask, BsrMatrix):
-        return kept.of_bsr(block_mask)
-    if isinstance(block_mask, kept.ElementTensor):
-        return kept.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
+        return mask_cache.of_bsr(block_mask)
+    if isinstance(block_mask, mask_cache.ElementTensor):
+        return mask_cache.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):
         if type(block_mask) is not torch.Tensor or block_mask.is_nested:
             check_supported(OP, block_mask)
         if block_mask.layout is torch.sparse_bsr:
-            return kept.of_torch_bsr(block_mask)
-        return kept.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
+            return mask_cache.of_torch_bsr(block_mask)
+        return mask_cache.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
     raise TypeError(
         "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
         f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
@@ -200,11 +200,11 @@ def launch_blocks(
         tensors += score.tensors
     if sinks is not None:
         tensors += (sinks,)
-    tensors += float8.given(scales)
+    tensors += fp8.given(scales)
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-        more |= {"sinks": sinks, "score_mod": score} | dict(zip(float8.SCALES, scales, strict=True))
+        more |= {"sinks": sinks, "score_mod": score} | dict(zip(fp8.SCALES, scales, strict=True))
         more |= {"use_fast_accum": fast, "q_offset": q_offset, "k_offset": k_offset}
         plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
     if plan.function is None:
@@ -212,7 +212,7 @@ def launch_blocks(
     blocks = *blocks_of(masked, *q.shape[:2], *plan.order), *reads
     more = None, None, blocks, None if score is None else score.reads
     if plan.scale_shapes is not None:
-        more += float8.as_planned(plan, scales)
+        more += fp8.as_planned(plan, scales)
     return launch(plan, q, k, v, out, more, sinks)
 
 
@@ -225,9 +225,9 @@ def plan_block_sparse(
     checks.check_fast(OP, q, k, v, use_fast_accum)
     mask = as_block_mask(q, k, block_mask)
     scales, out_dtype = (q_descale, k_descale, v_descale), None
-    if float8.serves(q, q_descale):
-        float8.check(OP, q, k, v, scales)
-        out_dtype = float8.out_dtype(OP, q, out)
+    if fp8.serves(q, q_descale):
+        fp8.check(OP, q, k, v, scales)
+        out_dtype = fp8.out_dtype(OP, q, out)
     else:
         if k_descale is not None or v_descale is not None:
             checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_descale, v_descale)
@@ -247,7 +247,7 @@ def plan_block_sparse(
     if not plan.empty and planning.has_kernel(q):
         choose = None
         if out_dtype is not None:
-            choose = float8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
+            choose = fp8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
         _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose, offsets)
     return plan
 

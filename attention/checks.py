@@ -6,7 +6,7 @@ from cute_kernels import checks
 from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime.device import plans_kernel
 
-from .forward.choose import HEAD_DIMS, WIDE, head_dims_text
+from .forward.heuristics import HEAD_DIMS, WIDE, head_dims_text
 from .masks.block_lists import MOST
 
 check_tensor = checks.check_tensor

@@ -10,12 +10,12 @@ from torch import Tensor
 from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
 
-from . import eager, reference
-from .backward.eager import Terms, backward
+from . import dispatch, reference
+from .backward.dispatch import Terms, backward
 from .masks.mask_mods import window_bounds
+from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
 from .positions import check_offsets
-from .saved_mask import saved_mask
 
 
 class Attention(torch.autograd.Function):
@@ -30,7 +30,7 @@ class Attention(torch.autograd.Function):
             out, lse = run(q, k, v, **options, **more, sinks=sinks, return_lse=True)
             of_mask = ()
         else:
-            mask = eager.as_block_mask(q, k, mask)  # as it is now: backward uses these tables
+            mask = dispatch.as_block_mask(q, k, mask)  # as it is now: backward uses these tables
             out, lse = run(q, k, v, mask, **options, **more, sinks=sinks, return_lse=True)
             mask, of_mask = saved_mask(mask, options["causal"], has_kernel(q))
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, *of_mask, *captured)
@@ -100,7 +100,7 @@ def gradients_of(
     deterministic=None, sinks=None, score_mod=None, sums=None, q_offset=None, k_offset=None,
     grad_dtype=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.eager for the tensors.
+    """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.dispatch for the tensors.
 
     sinks: the call's sinks if they need a gradient; None: dsinks is None.
     score_mod: a BoundScore. sums: accumulators of the gradients of its captured tensors, by slot.
@@ -122,7 +122,7 @@ def gradients_of(
         more |= {"bounds": window_bounds(window_size, causal), "softcap": softcap, "scale": scale}
         return _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **more)
     if mask is not None:
-        mask = eager.as_block_mask(q, k, mask)
+        mask = dispatch.as_block_mask(q, k, mask)
     terms = Terms(window_bounds(window_size, causal), softcap, scale, in_one_order(deterministic), offsets=offsets)
     if grad_dtype is not None and grad_dtype is not q.dtype:
         terms = terms._replace(grad_dtype=grad_dtype)
@@ -141,7 +141,7 @@ def _of_reference(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **terms) -> t
     if cu_q is not None:
         found = reference.gradients_packed(*tensors, cu_q, cu_k, **terms)
     else:
-        block_mask = None if mask is None else eager.as_block_mask(q, k, mask)
+        block_mask = None if mask is None else dispatch.as_block_mask(q, k, mask)
         found = reference.gradients(*tensors, **terms, block_mask=block_mask)
     dtype = terms.get("grad_dtype")
     return *(gradient_of(t, dtype=dtype).copy_(g) for t, g in zip((q, k, v), found[:3], strict=True)), found[3]

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from cute_kernels.runtime.autocast import autocast_dtype, cast
 
-from .forward.choose import HEAD_DIMS, WIDE
+from .forward.heuristics import HEAD_DIMS, WIDE
 from .plan import has_kernel
 
 

@@ -1,6 +1,6 @@
 """attention and block_sparse_attention: what a torch user calls.
 
-Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to eager.py at once.
+Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to dispatch.py at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
-from cute_kernels.quantized import Quantized, unpacked
+from cute_kernels.fp8.quantized import Quantized, unpacked
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, checks, eager
+from . import block_sparse, checks, dispatch
 from . import families as _families  # noqa: F401 (importing it registers them)
 from .masks.block_mask import BlockMask
+from .masks.score_mod import BoundScore, bound
 from .operands import autocast
 from .plan import FlashPlan
-from .score_mod import BoundScore, bound
 
 OPTIONS = "causal", "softcap", "scale", "deterministic", "q_offset", "k_offset"  # of both ops, read by backward
 Window = Sequence[int | None] | None  # (left, right)
@@ -162,13 +162,13 @@ def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor
         terms = terms | {"score_mod": score}
         differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
     if not differentiable or not isinstance(terms["return_lse"], bool):
-        return eager.attention(q, k, v, **terms)
+        return dispatch.attention(q, k, v, **terms)
     cache = terms["seqused_k"] is not None or terms["page_table"] is not None
     checks.check_differentiable("attention", k, v, scales, cache)
     options = _options(terms)
     options["window_size"] = terms["window_size"]
     packed = terms["cu_seqlens_q"], terms["cu_seqlens_k"]
-    found = _with_gradient("attention", eager.attention, q, k, v, None, options, sinks, *packed)
+    found = _with_gradient("attention", dispatch.attention, q, k, v, None, options, sinks, *packed)
     return found if terms["return_lse"] else found[0]
 
 
@@ -292,10 +292,10 @@ def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple
         terms = terms | {"score_mod": score}
         differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
     if not differentiable or not isinstance(terms["return_lse"], bool):
-        return eager.block_sparse_attention(q, k, v, block_mask, **terms)
+        return dispatch.block_sparse_attention(q, k, v, block_mask, **terms)
     checks.check_differentiable(op, k, v, scales)
     options = _options(terms)
-    found = _with_gradient(op, eager.block_sparse_attention, q, k, v, block_mask, options, sinks)
+    found = _with_gradient(op, dispatch.block_sparse_attention, q, k, v, block_mask, options, sinks)
     return found if terms["return_lse"] else found[0]
 
 
@@ -328,7 +328,7 @@ def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None,
 
 def _plan_attention(q, k, v, *, out=None, **options) -> FlashPlan:
     """The plan of the same call of attention."""
-    return eager.plan_attention(*(autocast(q, k, v) if out is None else (q, k, v)), out=out, **options)
+    return dispatch.plan_attention(*(autocast(q, k, v) if out is None else (q, k, v)), out=out, **options)
 
 
 def _plan_block_sparse(q, k, v, block_mask, *, out=None, **options) -> FlashPlan:

@@ -9,7 +9,7 @@ from cute_kernels.dtypes import accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
 
-from . import checks, float8, reference
+from . import checks, fp8, reference
 from . import plan as planning
 from .masks.mask_mods import window_bounds
 from .plan import FlashPlan, empty_lse, launch, without_kernel
@@ -40,7 +40,7 @@ def attention_packed(
         given += score.tensors
     given += () if sinks is None else (sinks,)
     if scales is not None:
-        given += float8.given(scales)
+        given += fp8.given(scales)
     plan = _PLANS.known(key, given, out)
     if plan is None:
         more = {"return_lse": return_lse, "out": out, "score": score, "scales": scales, "fast": fast}
@@ -49,7 +49,7 @@ def attention_packed(
     if plan.function is not None:
         more = cu_seqlens_q, cu_seqlens_k, None, None if score is None else score.reads
         if scales is not None:
-            more += float8.as_planned(plan, scales)
+            more += fp8.as_planned(plan, scales)
         out, lse = launch(plan, q, k, v, out, more, sinks)
     else:
         compute = partial(_reference, plan, *tensors, terms | {"score_mod": score}, scales)
@@ -65,11 +65,11 @@ def plan_packed(
     checks.check_fast(OP, q, k, v, fast)
     out_dtype = None
     if scales is not None:
-        float8.check_operands(OP, q, k, v)
-        out_dtype = float8.out_dtype(OP, q, out)
+        fp8.check_operands(OP, q, k, v)
+        out_dtype = fp8.out_dtype(OP, q, out)
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if scales is not None:
-        float8.check_scales(OP, q, scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
+        fp8.check_scales(OP, q, scales, len(cu_seqlens_q) - 1, (q.shape[1], k.shape[1], k.shape[1]))
     check_sinks(OP, sinks, q)
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
@@ -89,7 +89,7 @@ def plan_packed(
     extents = heads * sequences, -(-rows // sequences), -(-cols // sequences)
     terms |= {"packed": True, "score": score, "sinks": sinks}
     if scales is not None:
-        terms["choose"] = float8.choose_kernel(q, k, v, scales, out_dtype, fast, sequences)
+        terms["choose"] = fp8.choose_kernel(q, k, v, scales, out_dtype, fast, sequences)
     planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms)
     plan.notes.append(
         f"packed: {sequences} sequences, whose lengths the GPU reads; at most "
@@ -108,7 +108,7 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise ValueError(
                 f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
             )
-    more = float8.alike(v) if q.dtype == float8.E4M3 else {}
+    more = fp8.alike(v) if q.dtype == fp8.E4M3 else {}
     checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)), **more)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.check_tensor(f"{OP}: {name}", tensor)
@@ -128,7 +128,7 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
 def _reference(plan, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, terms, scales=None) -> tuple:
     """(out, lse): the reference, and in rows after the last sequence what those have that see nothing."""
     if scales is not None:
-        q, k, v = float8.dequantised_packed(q, k, v, scales, cu_seqlens_q, cu_seqlens_k)
+        q, k, v = fp8.dequantised_packed(q, k, v, scales, cu_seqlens_q, cu_seqlens_k)
     out = torch.zeros(plan.out_shape, dtype=q.dtype, device=q.device)
     wide = accumulator(q.dtype)
     lse = empty_lse(plan.lse_shape, wide, q.device, sinks)

@@ -19,8 +19,8 @@ from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 from cute_kernels.runtime.workspace import zeros
 
 from . import checks
-from .forward.choose import Extents, pick
 from .forward.config import FlashFacts, WindowKind
+from .forward.heuristics import Extents, pick
 from .masks.block_lists import MOST
 
 LOG2E = 1.4426950408889634

@@ -20,8 +20,8 @@ from cute_kernels.reference import outside_autocast
 from .forward.config import SCALE_TOKENS
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
+from .masks.score_mod import BoundScore, bound
 from .positions import Offsets, check_offsets
-from .score_mod import BoundScore, bound
 
 __all__ = ["attention", "attention_cached", "attention_packed"]
 

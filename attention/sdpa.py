@@ -11,10 +11,10 @@ from torch.compiler import is_compiling
 from cute_kernels import checks
 from cute_kernels.explain import explains, planner_of
 
-from .masks.kept import ElementTensor
+from .masks.cache import ElementTensor
+from .masks.score_mods import Bias
 from .operands import autocast, padded
 from .ops import attention, block_sparse_attention
-from .score_mods import Bias
 
 OP = "scaled_dot_product_attention"
 ADDITIVE = (torch.float32, torch.bfloat16, torch.float16)

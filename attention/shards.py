@@ -21,11 +21,11 @@ from cute_kernels import checks as common
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched
 
-from . import checks, eager, gradients
+from . import checks, dispatch, gradients
 from .masks.mask_mods import window_bounds
+from .masks.score_mod import BoundScore, bound
 from .packed import check_packed
 from .positions import check_offsets, lengths_at, refuse_offsets
-from .score_mod import BoundScore, bound
 
 OP = "attention_backward"
 
@@ -196,7 +196,7 @@ def check_backward(
     if block_mask is None:
         return None
     checks.refuse_with_mask(OP, window_size, cu_q, cu_k)
-    mask = eager.as_block_mask(q, k, block_mask)
+    mask = dispatch.as_block_mask(q, k, block_mask)
     checks.check_block_mask(OP, mask, q, k)
     checks.check_causal_blocks(OP, causal, offsets)
     return mask

@@ -2,7 +2,7 @@
 
 Each op returns (out, lse), with an empty lse if none is asked for; its variant `.._out` returns lse alone. A BlockMask
 enters the schema as its lists, lengths and block size, with its mask_mod as a text, numbers and tensors
-(function_text.py). Other masks enter it as `crossing` describes, and are converted once, inside of the op (kept.py).
+(function_text.py). Other masks enter it as `crossing` describes, and are converted once, inside of the op (cache.py).
 With a score_mod the ops have other names, and take it as a text, numbers and tensors, which get gradients.
 """
 
@@ -18,15 +18,15 @@ from cute_kernels.runtime.front import check_traced, undisturbed
 from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
-from . import checks, eager, flops, gradients
+from . import checks, dispatch, flops, gradients
 from .block_sparse import cache_of
 from .checks import NO_CACHE, check_gradient_dims, narrow
-from .function_text import written
-from .masks import convert, kept, mask_text
+from .masks import cache, convert, mask_text
 from .masks.block_mask import BlockMask
+from .masks.function_text import written
+from .masks.score_mod import WHAT as SCORE_MOD
+from .masks.score_text import read_score
 from .plan import gradient_of
-from .score_mod import WHAT as SCORE_MOD
-from .score_text import read_score
 
 QKV = "Tensor q, Tensor k, Tensor v"
 ATTENTION = (
@@ -52,7 +52,7 @@ BLOCK_SPARSE = (
 
 def _run_attention(q, k, v, *score, left, right, return_lse, **terms) -> tuple[Tensor, Tensor]:
     terms |= _score_of(q, score)
-    result = eager.attention(q, k, v, window_size=_window(left, right), return_lse=return_lse, **terms)
+    result = dispatch.attention(q, k, v, window_size=_window(left, right), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
@@ -64,7 +64,7 @@ def _fake_attention(q, k, v, *score, return_lse, cu_seqlens_q, cu_seqlens_k, **t
 def _run_block_sparse(q, k, v, *mask_and_score, form, return_lse, **terms) -> tuple[Tensor, Tensor]:
     mask, score = mask_and_score[:MASK_PARTS], mask_and_score[MASK_PARTS:]
     terms |= _score_of(q, score)
-    result = eager.block_sparse_attention(q, k, v, _block_mask(*mask, form), return_lse=return_lse, **terms)
+    result = dispatch.block_sparse_attention(q, k, v, _block_mask(*mask, form), return_lse=return_lse, **terms)
     return _pair(q, result, return_lse)
 
 
@@ -303,7 +303,7 @@ def traced_block_sparse(
     check_traced("block_sparse_attention", q, k, v, sinks, out)
     if not is_compiling() and isinstance(block_mask, Tensor) and block_mask.layout is torch.sparse_bsr:
         with undisturbed():
-            block_mask = kept.of_torch_bsr(block_mask)
+            block_mask = cache.of_torch_bsr(block_mask)
     mask, form = crossing(block_mask)
     score = () if score_mod is None else written(score_mod, SCORE_MOD)
     with_lse = return_lse or _differentiable("block_sparse_attention", q, k, v, sinks, out, score)
@@ -359,7 +359,7 @@ def crossing(block_mask) -> tuple[tuple, str]:
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written_mask(block_mask.mask_mod)
         return (list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod), "lists"
-    if isinstance(block_mask, kept.FlexBlockMask):
+    if isinstance(block_mask, cache.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
@@ -369,7 +369,7 @@ def crossing(block_mask) -> tuple[tuple, str]:
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return (indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []), "bsr"
-    if isinstance(block_mask, kept.ElementTensor):
+    if isinstance(block_mask, cache.ElementTensor):
         return ([block_mask.seen], [], [], None, [], []), "elements"
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
         return ([block_mask], [], [], None, [], []), "blocks"
@@ -412,7 +412,7 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
     if form == "blocks":
         return lists[0]
     if form == "elements":
-        return kept.ElementTensor(lists[0])
+        return cache.ElementTensor(lists[0])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 
@@ -427,8 +427,8 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
         return BlockMask(*lists, **facts, check=False)
 
     if form == "flex" and captured(lists[0]):
-        return make(*lists)  # see kept.py
+        return make(*lists)  # see cache.py
     key = form, *lengths, *blocksize, mask_mod is None
-    mask = kept.of_op_tensors(lists, key, make, versioned=form != "lists")
+    mask = cache.of_op_tensors(lists, key, make, versioned=form != "lists")
     cache_of(mask)  # which both share
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

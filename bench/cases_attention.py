@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
 from attention.masks.mask_mods import window_bounds
+from cute_kernels.testing.patterns import uniform
 from sparse_collective import BsrMatrix
-from tests.cases import uniform
 
 from . import ceilings, timing
 from . import peers_attention as peers

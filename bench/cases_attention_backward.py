@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
-from attention.score_mods import Alibi, alibi_slopes
+from attention.masks.score_mods import Alibi, alibi_slopes
 from cute_kernels import path
-from tests.cases import uniform
+from cute_kernels.testing.patterns import uniform
 
 from . import peers_attention_backward as peers
 from .cases_attention import DTYPE, FIRST, OUR_DENSE, AttentionProblem, named

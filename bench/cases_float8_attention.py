@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention import attention, block_sparse_attention
 from cute_kernels import quantize
-from tests.cases import uniform
+from cute_kernels.testing.patterns import uniform
 
 from .cases_attention import FIRST, AttentionProblem, dense_problem, kept_mask, named
 from .peers import Call, compare, own_call

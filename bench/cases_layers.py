@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cute_kernels import quantize, quantize_gated
 from cute_kernels.reference import gate
+from cute_kernels.testing.reference import truth
 from sparse_collective.nn import Float8SwiGLU, Sparse24Config, SwiGLU, prune_2_4_
-from tests.reference import truth
 
 from . import peers
 from .cases import DTYPE

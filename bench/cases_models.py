@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from cute_kernels.testing.reference import truth
 from sparse_collective.nn import BsrLinear, change_pattern_
-from tests.reference import truth
 
 from . import peers, timing
 from .cases import CUBE, DTYPE
@@ -53,7 +53,7 @@ def training_call(
 
 
 def captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
-    """A step as a CUDA graph, captured as in tests/test_training_step.py; each replay returns the same tensor."""
+    """A step as a CUDA graph; each replay returns the same tensor."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # a capture asks for that; kernels are compiled, and AdamW's state is made

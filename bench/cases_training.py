@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cute_kernels import explain
+from cute_kernels.testing.reference import truth
 from sparse_collective import BsrMatrix, bsr_linear, sddmm
-from tests.reference import truth
 
 from . import peers
 from .cases import CUBE, DENSE_CUBE, of_rows, randn

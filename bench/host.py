@@ -6,7 +6,7 @@ the host is. Results go to bench/results/<card>/host.json.
 
 Without a GPU the ops plan CPU calls as on a GPU, kernel launches are replaced by empty functions, and Python calls are
 counted instead of time. The counts do not depend on the machine, but on the versions of torch and Python.
-tests/test_bench_host.py compares them with recorded limits.
+tests/bench/test_host.py compares them with recorded limits.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def launches_replaced(arch: str = "sm_90", sms: int = 132) -> Iterator[None]:
     Outputs are uninitialized memory. Plan caches are empty at the start and are restored at the end.
     """
     # A module that is first imported in the context would keep the replacements.
-    import attention.backward.eager  # noqa: F401
+    import attention.backward.dispatch  # noqa: F401
     import sparse_collective.torch_op  # noqa: F401
 
     replacements = {

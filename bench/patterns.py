@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from cute_kernels.testing.patterns import mask_to_indices
 from sparse_collective import BsrMatrix
-from tests.cases import mask_to_indices
 
 
 def scattered(rows: int, cols: int, density: float, seed: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import explain, path
-from tests.reference import truth
+from cute_kernels.testing.reference import truth
 
 from . import timing
 from .rows import Candidate
@@ -70,7 +70,7 @@ class Operands:
         a: (M, K), a tensor or a BsrMatrix. This, b and bias are each the value or a function that makes it.
         b: (K, N), of any strides.
         bias: (N,) or None.
-        activation: as tests.reference knows it.
+        activation: as cute_kernels.testing.reference knows it.
         transposed: whether the (M, N) output is stored as (N, M), as a linear layer with A as its weight does.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.masks.mask_mods import window_bounds
-from tests.reference import attention_plainly
+from cute_kernels.testing.reference import attention_plainly
 
 from .peers import Call, compare, fastest, made, needs, peer, verified
 

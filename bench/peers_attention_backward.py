@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tests.reference import attention_plainly
+from cute_kernels.testing.reference import attention_plainly
 
 from . import peers_attention
 from .peers import Call, compare, made, needs, peer

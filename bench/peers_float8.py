@@ -10,8 +10,8 @@ from torch.sparse import SparseSemiStructuredTensorCUSPARSELT
 
 from cute_kernels import quantize
 from cute_kernels.reference import of_elements
+from cute_kernels.testing.reference import truth
 from sparse_collective import BsrMatrix
-from tests.reference import truth
 
 from .peers import SEMI_STRUCTURED, Call, Operands, made, peer
 from .peers_attention import Attention

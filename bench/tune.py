@@ -32,8 +32,8 @@ import torch
 
 from cute_kernels import gemm
 from cute_kernels.arch import PATHS, ArchSpec
-from cute_kernels.matmul.choose import candidates_for, choose, facts_for
 from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.heuristics import candidates_for, choose, facts_for
 from cute_kernels.matmul.plan import Plan, viewed
 from cute_kernels.matmul.problem import Extents, Problem
 from cute_kernels.operand import Layout, layout_of_tensor
@@ -43,8 +43,9 @@ from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.device import path as forced_path
 from cute_kernels.runtime.families import compile_kernel, family_of, function_for, unsupported
 from cute_kernels.runtime.parallel import in_parallel, report_of
+from cute_kernels.testing import reference
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
-from tests import calls, reference
+from tests import calls
 
 from . import record, timing
 from .table import grid, make_console

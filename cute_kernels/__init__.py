@@ -12,12 +12,12 @@ load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kern
 
 from . import functions
 from .explain import explain, explains, inspect
+from .fp8.quantize import quantize, quantize_gated
+from .fp8.quantized import Quantized
 from .ops import gemm
-from .quantize import quantize, quantize_gated
-from .quantized import Quantized
 from .runtime.device import path
 from .sparse24 import torch_functions as _torch_functions  # noqa: F401 (importing it makes W @ b of a Sparse24 a GEMM)
-from .sparse24.eager import plan_gemm
+from .sparse24.dispatch import plan_gemm
 from .sparse24.format import Sparse24, prune_2_4
 
 __all__ = [

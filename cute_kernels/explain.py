@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING
 
-from .quantized import Quantized, unpacked_arguments
+from .fp8.quantized import Quantized, unpacked_arguments
 from .runtime.device import assume, assumed
 
 if TYPE_CHECKING:

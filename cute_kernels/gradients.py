@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import eager
+from . import dispatch
 from .dtypes import accumulator
-from .epilogue_gradient.eager import epilogue_gradient
+from .epilogue_gradient.dispatch import epilogue_gradient
 from .runtime.device import forced_path, in_forwards_path
 from .runtime.transforms import differentiable_once
 
@@ -86,7 +86,7 @@ class Gemm(torch.autograd.Function):
     def forward(ctx, call, a, b, bias, residual):
         activation, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision = call
         saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
-        result = eager.gemm(
+        result = dispatch.gemm(
             a, b, bias, activation, residual, alpha, beta, None, out_dtype, epilogue, saved == "z", None, None, False,
             accumulation_dtype, None, None, precision,
         )  # fmt: skip
@@ -107,7 +107,7 @@ class Gemm(torch.autograd.Function):
 
         def product(a, b, alpha):
             more = None, None, False, None, None, None, precision
-            return eager.gemm(a, b, None, None, None, alpha, 1.0, None, None, None, False, *more)
+            return dispatch.gemm(a, b, None, None, None, alpha, 1.0, None, None, None, False, *more)
 
         terms = ctx.saved_tensors, ctx.like, activation, alpha, beta, epilogue, ctx.needs_input_grad[1:]
         return None, *gemm_backward(product, epilogue_gradient, *terms, dy)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import eager
+from . import dispatch
 from .checks import narrow, scaled, watched
+from .fp8.quantized import Quantized, unpacked
 from .gradients import differentiable
-from .matmul.terms import epilogue_program, new_amax
-from .quantized import Quantized, unpacked
+from .matmul.epilogue.terms import epilogue_program, new_amax
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import NeedsDispatcher, dispatched, hidden
-from .sparse24 import eager as sparse24
+from .sparse24 import dispatch as sparse24
 from .sparse24.format import Sparse24
 
 SPECIAL = frozenset({Sparse24, Quantized})  # operand types that are not tensors
@@ -126,7 +126,7 @@ def gemm(
             if watches:
                 accumulation = accumulation_dtype, precision
                 return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *accumulation)
-            y = eager.gemm(
+            y = dispatch.gemm(
                 a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
                 use_fast_accum, accumulation_dtype, scale_out, amax, precision,
             )  # fmt: skip
@@ -159,7 +159,7 @@ def _unusual(a, b, terms: tuple, options: dict, watches: bool) -> Tensor:
     if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
         try:
             if not watches:
-                return eager.gemm(a, b, *terms, **options)
+                return dispatch.gemm(a, b, *terms, **options)
             if epilogue is not None:  # traced here, where captured tensors still show requires_grad
                 epilogue = epilogue_program("gemm", epilogue)
             accumulation = options["accumulation_dtype"], precision

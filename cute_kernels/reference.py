@@ -49,8 +49,10 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
 
 @outside_autocast
 def gemm(a, b, terms, out, out_dtype):
-    """a (..., M, K) @ b (..., K, N) with the epilogue, rounded once, to the output's dtype. terms: matmul.terms.Terms
-    with a Program as epilogue."""
+    """a (..., M, K) @ b (..., K, N) with the epilogue, rounded once, to the output's dtype.
+
+    terms: a Terms of matmul/epilogue/terms.py with a Program as epilogue.
+    """
     wide = accumulator(a.dtype)
     if terms.precision == "tf32":
         a, b = rounded(a), rounded(b)

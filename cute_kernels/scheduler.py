@@ -5,7 +5,7 @@ about 132 / group row tiles by `group` column tiles. For a dense GEMM this is a 
 block-sparse one a panel of B (K x group x tile_n elements) that stays in L2 while all block rows read it.
 
 Work tiles of a sparse GEMM differ in length. A table then gives their order, so that all CTAs finish together: see
-sparse_collective.tile_order.
+sparse_collective.bsr_gemm.tile_order.
 """
 
 from dataclasses import dataclass

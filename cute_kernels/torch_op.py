@@ -9,12 +9,12 @@ import math
 
 import torch
 
-from . import eager
+from . import dispatch
 from .checks import check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
-from .epilogue_gradient import eager as epilogue_gradients
+from .epilogue_gradient import dispatch as epilogue_gradients
 from .gradients import gemm_backward, operands_to_save, saved_of
-from .matmul.terms import traced_epilogue
+from .matmul.epilogue.terms import traced_epilogue
 from .runtime import library
 from .runtime.front import check_traced, undisturbed
 from .runtime.torch_compat import (
@@ -116,7 +116,7 @@ def _run(
 ):  # fmt: skip
     if epilogue is not None:
         epilogue = function_named(epilogue)
-    return eager.gemm(
+    return dispatch.gemm(
         a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, False, scale_a, scale_b,
         use_fast_accum, accumulation_dtype, None, None, precision,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _backward(ctx, dy, *_):
 
 
 def _run_with_z(a, b, *, out, epilogue, **terms):
-    return eager.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms, with_z=True)
+    return dispatch.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms, with_z=True)
 
 
 def _fake_with_z(a, b, **terms):
@@ -212,7 +212,7 @@ library.define(
 
 
 def epilogue_gradient(dy, saved, activation, epilogue: str | None, sums: bool):
-    """epilogue_gradient.eager.epilogue_gradient as an op; `epilogue` is a registered name."""
+    """epilogue_gradient.dispatch.epilogue_gradient as an op; `epilogue` is a registered name."""
     dz, total = torch.ops.cute_kernels.epilogue_gradient(dy, saved, activation, epilogue, sums)
     return dz, total if sums else None
 
@@ -228,7 +228,7 @@ library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS
 
 def _run_narrow(a, b, *, amax, out, epilogue, **terms):
     largest = a.new_empty(int(amax), dtype=torch.float32)
-    y = eager.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=largest if amax else None, **terms)
+    y = dispatch.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=largest if amax else None, **terms)
     return y, largest
 
 

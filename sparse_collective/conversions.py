@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
-from cute_kernels.quantize import quantize
+from cute_kernels.fp8.quantize import quantize
 
 from . import checks as arguments
 from .bsr24.matrix import Bsr24, pruned

@@ -1,9 +1,9 @@
 """The families of block-sparse products. Importing registers them."""
 
 from .bsr24.family import BSR24
-from .family import BSR
-from .sampled.family import SAMPLED
-from .skinny.family import SKINNY
+from .bsr_gemm.family import BSR
+from .gemv.family import SKINNY
+from .sddmm_kernel.family import SAMPLED
 from .small_blocks.family import SMALL_BLOCKS
 
 __all__ = [

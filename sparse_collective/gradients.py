@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.dtypes import accumulator
-from cute_kernels.epilogue_gradient.eager import epilogue_gradient
+from cute_kernels.epilogue_gradient.dispatch import epilogue_gradient
 from cute_kernels.gradients import column_sums, of_columns, saved_of, shaped, sum_to, through_epilogue
 from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
 
-from . import eager
+from . import dispatch
 from .bsr import BsrMatrix
 from .checks import RUN_MULTIPLE
-from .sampled.eager import sddmm
-from .sampled.tables import rows_of
+from .sddmm_kernel.dispatch import sddmm
+from .sddmm_kernel.tables import rows_of
 
 
 class Bsr(torch.autograd.Function):
@@ -36,7 +36,7 @@ class Bsr(torch.autograd.Function):
         op, W, activation, epilogue, sums = call
         saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
         terms = bias, activation, residual, None, epilogue, expert_ids, saved == "z", None, False, sums
-        result = eager.call(op, W, b, *terms)
+        result = dispatch.call(op, W, b, *terms)
         kept = result[1] if saved == "z" else result if saved == "y" else None
         _, needs_values, needs_b, *_ = ctx.needs_input_grad
         if stored is not W.stored or not lives_on(stored):
@@ -124,7 +124,9 @@ def before_epilogue(
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
     """Gradient of b or x: W' dz."""
-    db = eager.call(op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, expert_ids)
+    db = dispatch.call(
+        op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, expert_ids
+    )
     return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b.shape, b.dtype)
 
 

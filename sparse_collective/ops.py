@@ -13,18 +13,18 @@ from torch import Tensor
 from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
+from cute_kernels.fp8.quantized import Quantized, unpacked
+from cute_kernels.matmul.epilogue.terms import check_activation, epilogue_program, new_amax
 from cute_kernels.matmul.precision import check_precision
-from cute_kernels.matmul.terms import check_activation, epilogue_program, new_amax
-from cute_kernels.quantized import Quantized, unpacked
 from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
 
-from . import eager, padded_rows
+from . import dispatch, padded_rows
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .gradients import differentiable
-from .sampled import eager as sampled
+from .sddmm_kernel import dispatch as sddmm_dispatch
 
 Epilogue = Callable[[Tensor], Tensor]
 
@@ -180,12 +180,12 @@ def bsr_gated_linear(
     Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
     """
     if type(x) is Quantized:
-        x, scale_x = unpacked(eager.GATED, "x", x, scale_x)
+        x, scale_x = unpacked(dispatch.GATED, "x", x, scale_x)
     if out is None and out_dtype is None and scale_x is None and watched(W, x):
-        check_activation(eager.GATED, activation)
-        eager.check_gated(W)
+        check_activation(dispatch.GATED, activation)
+        dispatch.check_gated(W)
         return gate(bsr_linear(x, W), activation)
-    return called(eager.GATED, W, x, None, activation, None, out, None, scale_b=scale_x, out_dtype=out_dtype)
+    return called(dispatch.GATED, W, x, None, activation, None, out, None, scale_b=scale_x, out_dtype=out_dtype)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -268,12 +268,12 @@ def bsr_grouped_linear(
     if type(x) is Quantized:
         x, scale_x = unpacked(op, "x", x, scale_x)
     more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
-    padding = eager.routing(op, x, W, expert_ids, offs, group_rows)
+    padding = dispatch.routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
         return called(op, W, x, bias, activation, None, out, epilogue, expert_ids, scale_b=scale_x, **more)
     if x.dtype in FLOAT8:
         check_no_grad(f"{op} of float8", x)
-    to = None if out is None else eager.padded_out(op, out, W, padding, x, bias, scale_x, offs)
+    to = None if out is None else dispatch.padded_out(op, out, W, padding, x, bias, scale_x, offs)
     rows, scale = padded_rows.spread(x, padding), padded_rows.spread_scale(op, scale_x, x, padding)
     y = called(op, W, rows, bias, activation, None, to, epilogue, padding.groups, scale_b=scale, **more)
     y = padded_rows.taken(y, padding)
@@ -319,14 +319,14 @@ def sddmm(
         from .torch_op import traced_sddmm
 
         return traced_sddmm(*terms)
-    return sampled.sddmm(*terms)
+    return sddmm_dispatch.sddmm(*terms)
 
 
 def called(
     op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, expert_ids=None, scale_b=None,
     use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
 ) -> Tensor:  # fmt: skip
-    """An op of the arguments of eager.call: as torch.compile, torch.func or autograd want it."""
+    """An op of the arguments of dispatch.call: as torch.compile, torch.func or autograd want it."""
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     watches = out is None and watched(W, b, bias, residual)
     # A call with any of these raises where something is watched, or has a W that check_indices must look at first.
@@ -340,7 +340,7 @@ def called(
         try:
             if watches:
                 return differentiable(op, W, b, bias, activation, residual, None, expert_ids, accumulation_dtype)
-            return eager.call(
+            return dispatch.call(
                 op, W, b, bias, activation, residual, out, None, expert_ids, False, scale_b, use_fast_accum,
                 accumulation_dtype, out_dtype, scale_out, amax, precision,
             )  # fmt: skip
@@ -360,13 +360,13 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
     source, compiling = None, torch.compiler.is_compiling()
     if any_autocast() and out is None and precision is None:
         source = getattr(W, "stored", None)
-        W, b, residual = eager.under_autocast(op, W, b, residual, out_dtype)
+        W, b, residual = dispatch.under_autocast(op, W, b, residual, out_dtype)
     of_output = out_dtype, more["scale_out"], more["amax"]
     tensors = b, bias, residual, out, scale_b, *of_output[1:]
     through_dispatcher = compiling or dispatched(op, getattr(W, "stored", W), *tensors)
     if through_dispatcher and not compiling:
         with undisturbed():
-            W = eager.as_bsr(op, W)
+            W = dispatch.as_bsr(op, W)
     terms = W, b, bias, activation, residual, out, epilogue, expert_ids
     if isinstance(W, Bsr24):
         return structured(op, terms, through_dispatcher, **more)
@@ -378,9 +378,9 @@ def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
             if watches:
                 if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
                     epilogue = epilogue_program(op, epilogue)
-                W = W if type(W) is BsrMatrix else eager.as_bsr(op, W)
+                W = W if type(W) is BsrMatrix else dispatch.as_bsr(op, W)
                 return differentiable(op, W, b, bias, activation, residual, epilogue, expert_ids, sums, source)
-            return eager.call(op, *terms, accumulation_dtype=sums)
+            return dispatch.call(op, *terms, accumulation_dtype=sums)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
@@ -393,7 +393,7 @@ def structured(
     scale_out, amax, precision,
 ) -> Tensor:  # fmt: skip
     """The same of a W with 2:4 sparse blocks, which has no gradients."""
-    eager.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
+    dispatch.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
     if through_dispatcher:
         if scaled(terms[1], None, scale_b, use_fast_accum):
             raise RuntimeError(
@@ -404,7 +404,7 @@ def structured(
 
         return traced_bsr24(op, *terms, out_dtype=out_dtype)
     refuse_gradient(f"{op} of a Bsr24", terms, scale_b)
-    return eager.call(op, *terms, scale_b=scale_b, use_fast_accum=use_fast_accum, out_dtype=out_dtype)
+    return dispatch.call(op, *terms, scale_b=scale_b, use_fast_accum=use_fast_accum, out_dtype=out_dtype)
 
 
 def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) -> Tensor:
@@ -414,7 +414,7 @@ def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) ->
     if not through_dispatcher:
         refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
         try:
-            return eager.call(op, *terms, **more)
+            return dispatch.call(op, *terms, **more)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_scaled_bsr
@@ -423,14 +423,14 @@ def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) ->
 
 
 def refuse_gradient(what: str, terms: tuple, *scales: Tensor | None) -> None:
-    """RuntimeError if autograd watches an argument; eager.call says so, too, but not which kind of call it is."""
+    """RuntimeError if autograd watches an argument; dispatch.call says so, too, but not which kind of call it is."""
     W, b, bias, _, residual, *_ = terms
     if watched(W, b, bias, residual, *scales):
         check_no_grad(what, *(t for t in (W, b, bias, residual, *scales) if hasattr(t, "requires_grad")))
 
 
-explains(bsr_matmul, eager.plan_bsr_matmul)
-explains(bsr_linear, eager.plan_bsr_linear)
-explains(bsr_gated_linear, eager.plan_bsr_gated_linear)
-explains(bsr_grouped_linear, eager.plan_bsr_grouped_linear)
-explains(sddmm, sampled.plan_sddmm)
+explains(bsr_matmul, dispatch.plan_bsr_matmul)
+explains(bsr_linear, dispatch.plan_bsr_linear)
+explains(bsr_gated_linear, dispatch.plan_bsr_gated_linear)
+explains(bsr_grouped_linear, dispatch.plan_bsr_grouped_linear)
+explains(sddmm, sddmm_dispatch.plan_sddmm)

@@ -19,9 +19,9 @@ from cute_kernels.torch_op import (
 )
 
 from .bsr import BsrMatrix, met_before
-from .eager import GATED, call
+from .dispatch import GATED, call
 from .gradients import before_epilogue, bias_gradient, operand_gradient, values_gradient
-from .sampled import eager as sampled
+from .sddmm_kernel import dispatch as sampled
 
 NAME = "sparse_collective::bsr"
 MATRIX = "bool transposed, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check"

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from attention import BlockMask, attention, block_sparse_attention
 from attention.masks.mask_mods import SameDocument, window_bounds
+from cute_kernels.testing import reference
+from cute_kernels.testing.reference import assert_as_good_as_torch, normal, poisoned
 
-from . import products, reference
-from .products import DTYPES, Call, Signature
-from .reference import assert_as_good_as_torch, normal, poisoned
+from . import gemm_cases
+from .gemm_cases import DTYPES, Call, Signature
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPARE = 3  # pages that no item has
@@ -73,7 +74,7 @@ def made(op, m, n, k, *, dtype=BF16, out_dtype=None, terms="", device="cpu", ite
     for term in filter(None, terms.split("+")):
         more |= TERMS.get(term, {"activation": term})
     signature = Signature(op, None, NAMES[dtype], NAMES[out_dtype or dtype], **more)
-    return strict(products.make(products.Case(signature, m, n, k, items, pattern=pattern), device))
+    return strict(gemm_cases.make(gemm_cases.Case(signature, m, n, k, items, pattern=pattern), device))
 
 
 def strict(call: Call) -> Call:
@@ -100,7 +101,7 @@ def product(op, args, dense, *, out_dtype, terms: str, device) -> Call:
             {term: normal(*named[term][0], dtype=named[term][1]).to(device)} if term in named else {"activation": term}
         )
     out = poisoned(*shape, dtype=out_dtype, device=device)
-    return strict(products.product(op, args, found, out))
+    return strict(gemm_cases.product(op, args, found, out))
 
 
 def dense(m, n, k, layouts="nn", *, batch=(), m_major=False, **more) -> Call:
@@ -111,7 +112,7 @@ def dense(m, n, k, layouts="nn", *, batch=(), m_major=False, **more) -> Call:
 
 
 def matmul(block, pattern, rows, cols, n, **more) -> Call:
-    """bsr_matmul of a W with `rows` x `cols` blocks, of which a pattern of tests.cases.PATTERNS is stored."""
+    """bsr_matmul of a W with `rows` x `cols` blocks, stored as in testing.patterns.PATTERNS[pattern]."""
     return made("bsr_matmul", rows, n, cols, block=block, pattern=pattern, **more)
 
 

@@ -1,4 +1,4 @@
-"""Every family of products, and the cases that show what its kernels must do: see products.py for a case."""
+"""Every family of products, and the cases that show what its kernels must do: see gemm_cases.py for a case."""
 
 import random
 from collections.abc import Callable
@@ -7,20 +7,20 @@ from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-from cute_kernels import eager as dense_ops
+from cute_kernels import dispatch as dense_ops
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import NAMES
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmConfig, GemmFacts
+from cute_kernels.matmul.epilogue.terms import epilogue_program
 from cute_kernels.matmul.family import ProductFamily
-from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import families, load_all
-from sparse_collective import eager as sparse_ops
-from sparse_collective.sampled import eager as sampled_ops
+from sparse_collective import dispatch as sparse_ops
+from sparse_collective.sddmm_kernel import dispatch as sampled_ops
 
+from .gemm_cases import DTYPES, LINEAR, OPS, Case, Signature, in_memory, leaky, make, run
 from .guard_zones import Placement
-from .products import DTYPES, LINEAR, OPS, Case, Signature, in_memory, leaky, make, run
-from .sampled_products import place_of_blocks
+from .sparse_collective.sddmm_cases import place_of_blocks
 
 __all__ = ["DTYPES", "FAMILIES", "FEW", "OPS", "Case", "Signature", "axes_of", "case_of", "cases_of", "make", "run"]
 

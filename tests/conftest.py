@@ -15,8 +15,9 @@ import torch
 
 import cute_kernels
 from cute_kernels.runtime.parallel import worker_pool
+from cute_kernels.testing import reference
 
-from . import compiled, emulate, reference, selection
+from . import compiled, host_emulation, selection
 from .sass import attempt, remembered
 
 CACHE = "CUTE_KERNELS_CACHE_DIR"
@@ -100,8 +101,8 @@ def seeded(request):
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """Where an op test runs: on the GPU; and on the CPU, with torch in the kernels' place (see emulate.py)."""
-    with contextlib.nullcontext() if request.param == "cuda" else emulate.without_gpu(request, monkeypatch):
+    """Where an op test runs: on the GPU; and on the CPU, with torch in the kernels' place (see host_emulation.py)."""
+    with contextlib.nullcontext() if request.param == "cuda" else host_emulation.without_gpu(request, monkeypatch):
         yield "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -109,7 +110,7 @@ def device(request, monkeypatch):
 def place(request, monkeypatch):
     """`device`, and CPU tensors as users have them."""
     emulated = request.param == "emulated"
-    with emulate.without_gpu(request, monkeypatch) if emulated else contextlib.nullcontext():
+    with host_emulation.without_gpu(request, monkeypatch) if emulated else contextlib.nullcontext():
         yield "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -142,7 +143,7 @@ def outcome_of(request, tmp_path_factory):
 @pytest.fixture
 def emulated(monkeypatch):
     """CPU tensors are planned as on an sm_90 GPU."""
-    emulate.install(monkeypatch)
+    host_emulation.install(monkeypatch)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sm_80", "sm_90")])

@@ -4,7 +4,7 @@ Writes FOLDER/<card>/tests.json: the machine, the versions, the state of the sou
 --sanitize the verdicts of compute-sanitizer's memcheck, racecheck and synccheck on tests/sanitize_cases.py. The exit
 status is 0 only if all of it passed. Arguments that are not its own go to pytest, such as `-k bsr` or `-x`.
 
-With --fuzz the fuzz (tests/fuzz.py) runs instead, to which all other arguments go, such as `--cases 100000 --minutes 20
+With --fuzz the fuzz (tests/fuzz) runs instead, to which all other arguments go, such as `--cases 100000 --minutes 20
 --seed 7`; it writes FOLDER/<card>/fuzz.json.
 """
 

@@ -67,7 +67,7 @@ def race():
     It then reads K-tiles that have not arrived, and overwrites those that other warps still read. No kernel may come
     out of a cache meanwhile, nor go into one: see `main`.
     """
-    from cute_kernels.matmul import mainloop_sm80
+    from cute_kernels.matmul.mainloops import mainloop_sm80
 
     cute = mainloop_sm80.cute
     arch = Instead(of=cute.arch, sync_threads=lambda: None, cp_async_wait_group=lambda n: None)

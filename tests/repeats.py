@@ -7,8 +7,9 @@ import torch
 
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.parallel import in_parallel
+from cute_kernels.testing import reference
 
-from . import calls, reference
+from . import calls
 from .calls import Call, Case
 
 

@@ -15,17 +15,17 @@ import torch
 
 import cute_kernels
 from attention import attention
-from attention.decode import choose as decode
+from attention.decode import heuristics as decode
 from cute_kernels import explain
-from cute_kernels.matmul import choose
+from cute_kernels.matmul import heuristics
+from cute_kernels.testing import reference
+from cute_kernels.testing.reference import poisoned
 from sparse_collective import BsrMatrix, bsr_linear, random_bsr
 from sparse_collective.nn import BsrLinear, change_pattern_
 
-from . import reference
-from .bsr_parts import bsr
 from .calls import FP16, FP32, Case, attend, batched, dense, grouped, linear, matmul, paths
-from .nn_parts import near
-from .reference import poisoned
+from .sparse_collective.bsr_parts import bsr
+from .sparse_collective.nn_parts import near
 
 DEVICE = "cuda"
 
@@ -48,9 +48,9 @@ def only(kept: Callable, make: partial) -> Callable:
 
 def narrowed(kept: Callable):
     """A context in which those candidates alone are tried for which `kept(family, configuration)` holds."""
-    listed = choose.candidates_for
+    listed = heuristics.candidates_for
     some = lambda *args: [candidate for candidate in listed(*args) if kept(*candidate)]  # noqa: E731
-    return mock.patch.object(choose, "candidates_for", some)
+    return mock.patch.object(heuristics, "candidates_for", some)
 
 
 def family_is(name: str) -> Callable:
@@ -59,14 +59,14 @@ def family_is(name: str) -> Callable:
 
 def outgrown(path: str) -> None:
     """Attention whose scores grow from tile to tile, so that some warps of a warpgroup multiply theirs again."""
-    from . import test_outgrown
+    from .attention import test_recompute
 
-    q, k, v = test_outgrown.operands(128, 40, 500, device="cpu", rows=130, columns=300, heads=1)
+    q, k, v = test_recompute.operands(128, 40, 500, device="cpu", rows=130, columns=300, heads=1)
     q[..., 16:, :2] = 0
     out = poisoned(*q.shape).to(DEVICE)
     with cute_kernels.path(path):
         _, lse = attention(*(t.to(DEVICE) for t in (q, k, v)), scale=1 / 8, return_lse=True, out=out)
-    test_outgrown.check(q, k, v, out.cpu(), lse.cpu(), torch.ones(130, 300, dtype=torch.bool))
+    test_recompute.check(q, k, v, out.cpu(), lse.cpu(), torch.ones(130, 300, dtype=torch.bool))
 
 
 def changed(path: str) -> None:
@@ -196,7 +196,7 @@ def of_float8_layers(path: str) -> None:
 
 def of_float8_cache(path: str) -> None:
     """Decoding from pages of 8-bit floats with a scale for each head, split and not."""
-    from .test_float8_cache import case
+    from .attention.test_fp8_cache import case
 
     for dim, splits in ((96, 2), (256, 1)):
         call = case(lengths=[0, 40, 208], capacity=208, rows=3, D=dim, page_size=16)
@@ -209,9 +209,9 @@ def of_float8_cache(path: str) -> None:
 def of_float8_attention(path: str) -> None:
     """Attention of 8-bit floats: with ragged edges, packed, of scores that grow over many tiles, and with scales of
     tokens; with P of 16 bits, V being converted inside of the kernel and before it, and of 8."""
-    from . import test_float8_attention as float8
-    from . import test_float8_tokens as tokens
-    from .float8_attention_parts import converting
+    from .attention import test_fp8 as float8
+    from .attention import test_fp8_tokens as tokens
+    from .attention.fp8_parts import converting
 
     calls = [
         float8.case(DEVICE, D=128, Sq=130, Sk=177) | {"causal": True},
@@ -229,7 +229,7 @@ def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
     def run(path: str) -> None:
-        from . import test_attention_gradients as gradients
+        from .attention import test_gradients as gradients
 
         check_of = gradients.check_packed if name in gradients.PACKED else gradients.check_case
         check_of(name, DEVICE, partial(cute_kernels.path, path))

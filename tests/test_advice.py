@@ -5,9 +5,8 @@ import torch
 
 from attention import BlockMask, attention, block_sparse_attention
 from cute_kernels import Sparse24, gemm, prune_2_4, quantize
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
-
-from .reference import normal
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import eager as dense_ops
+from cute_kernels import dispatch as dense_ops
 from cute_kernels import explain, gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.testing.reference import normal, poisoned
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul
-from sparse_collective import eager as sparse_ops
+from sparse_collective import dispatch as sparse_ops
 
-from . import emulate
-from .products import OPS
-from .reference import normal, poisoned
+from . import host_emulation
+from .gemm_cases import OPS
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -22,7 +22,7 @@ def place(request, monkeypatch):
     for ops in (dense_ops, sparse_ops):
         monkeypatch.setattr(ops, "_PLANS", PlanCache())
     if request.param == "emulated":
-        emulate.install(monkeypatch)
+        host_emulation.install(monkeypatch)
     return "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -298,7 +298,7 @@ def test_a_path_that_cannot_serve(emulated):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_sm_90_kernels_on_older_gpus(monkeypatch, arch):
-    emulate.install(monkeypatch, arch, 108)
+    host_emulation.install(monkeypatch, arch, 108)
     assert gemm(normal(64, 64), normal(64, 64)).shape == (64, 64)
     assert explain(gemm, normal(64, 64), normal(64, 64)).facts.arch == ARCHS[arch].target
     with cute_kernels.path("sm_90"), pytest.raises(ValueError, match=f"{arch} has neither TMA nor WGMMA"):

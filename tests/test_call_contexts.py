@@ -11,11 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.integrations.transformers.block_masks import BlockMasks
-from attention.score_mods import Alibi, Bias
+from attention.masks.score_mods import Alibi, Bias
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal, seed
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
-
-from .reference import normal, seed
 
 LENGTH = 128
 

@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from attention import attention, block_sparse_attention, create_block_mask
-from attention.score_mods import Alibi, RelativeBias
+from attention.masks.score_mods import Alibi, RelativeBias
 from cute_kernels import gemm
-
-from .reference import normal
+from cute_kernels.testing.reference import normal
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -10,18 +10,18 @@ import cute_kernels
 from attention import attention
 from cute_kernels import explain, gemm, inspect
 from cute_kernels.arch import ARCHS, PATHS
-from cute_kernels.matmul.choose import candidates_for, choose, facts_for
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
+from cute_kernels.matmul.epilogue.terms import epilogue_program
+from cute_kernels.matmul.heuristics import candidates_for, choose, facts_for
 from cute_kernels.matmul.problem import Extents, Problem
-from cute_kernels.matmul.terms import epilogue_program
 from cute_kernels.operand import Layout, flatten_batch, folds_into_rows, layout_of
 from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.families import unsupported
+from cute_kernels.testing.reference import normal, operand, poisoned
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from .bsr_parts import picked
-from .products import assert_right
-from .reference import normal, operand, poisoned
+from .gemm_cases import assert_right
+from .sparse_collective.bsr_parts import picked
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -28,8 +28,8 @@ from cute_kernels.runtime.families import Request, bundle_facts, unsupported
 from cute_kernels.runtime.inspect import MissingDisassembler
 from cute_kernels.runtime.parallel import attempt, in_parallel
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
-from sparse_collective.catalogue import BLOCKS
-from tests.cache_fixtures import environment_fixture, is_function  # noqa: F401 (a fixture is used by name)
+from sparse_collective.bsr_gemm.catalogue import BLOCKS
+from tests.cute_kernels.cache_fixtures import environment_fixture, is_function  # noqa: F401 (a fixture is used by name)
 
 COMMAND = [sys.executable, "-W", "ignore", "-m", "cute_kernels"]
 
@@ -124,7 +124,7 @@ def test_bundles_follow_the_request():
     assert {f.dtype for f in products} == {"float16"} and all(f.transposed for f in products)
     assert {(f.block.bm, f.block.bk, f.block.index_dtype) for f in products} == {(64, 64, "int64")}
     assert {f.family for f in facts} >= {"bsr", "skinny"}
-    with pytest.raises(ValueError, match="unknown operation 'spmm'; known are gemm"):
+    with pytest.raises(ValueError, match="unknown operation 'spmm'; known are quantize, gemm"):
         bundle_facts(["spmm"], Request("sm_89"))
 
 
@@ -375,7 +375,7 @@ def test_cache_is_described_and_cleared(tmp_path, monkeypatch, capsys):
         ("", "COMMAND"),
         ("inspect --arch sm_70", "unknown architecture 'sm_70'; known are sm_80, sm_86, sm_89, sm_90"),
         ("inspect --jobs 0", "'0' is not a positive number"),
-        ("inspect --family none", "unknown family 'none'; known are dense"),
+        ("inspect --family none", "unknown family 'none'; known are quantize, dense"),
         ("compile --out x", "the following arguments are required: --arch, or --calls"),
         ("compile --out x --calls y --op gemm", "leave out the options ops"),
         ("compile --out x --arch sm_80 --head-dim 100", "head dimension must be 64"),

@@ -1,6 +1,7 @@
 """Every family of kernels: layouts, types, epilogues, patterns and sizes against fp64, in guarded memory, twice.
 
-Without a GPU each call is planned as on one, with torch in the kernel's place (emulate.py): that checks the host side.
+Without a GPU each call is planned as on one, with torch in the kernel's place (host_emulation.py),
+which checks the host side.
 """
 
 import math
@@ -12,12 +13,12 @@ import torch
 import cute_kernels
 from cute_kernels.matmul.family import ProductFamily
 from cute_kernels.runtime.families import families
+from cute_kernels.testing.reference import assert_as_good_as_torch, normal, poisoned
 from sparse_collective import BsrMatrix, bsr_matmul
 
-from .bsr_parts import BOTH_OPS, bsr, operands
 from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases
-from .products import make, product, run
-from .reference import assert_as_good_as_torch, normal, poisoned
+from .gemm_cases import make, product, run
+from .sparse_collective.bsr_parts import BOTH_OPS, bsr, operands
 
 
 def marked(family, *values, name=""):

@@ -19,11 +19,10 @@ from attention.masks.patterns import sliding_window
 from cute_kernels import gemm
 from cute_kernels.runtime import derived, graphs, workspace
 from cute_kernels.runtime.derived import MOST, Derived
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix
+from sparse_collective.bsr_gemm.tile_order import Tiles, order_of
 from sparse_collective.nn import BsrGroupedLinear, BsrLinear
-from sparse_collective.tile_order import Tiles, order_of
-
-from .reference import normal
 
 SHAPES = 140  # other shapes that are called between a capture and its replay; more than a cache has entries
 SIDE = 512

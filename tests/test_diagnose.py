@@ -9,9 +9,8 @@ import torch
 from cute_kernels.matmul.config import BlockFacts, GemmConfig, GemmFacts
 from cute_kernels.matmul.plan import Plan
 from cute_kernels.scheduler import TileScheduler
-
-from .diagnose import Where, diagnose, kernel_view
-from .reference import assert_as_good_as_torch, normal, truth
+from cute_kernels.testing.diagnose import Where, diagnose, kernel_view
+from cute_kernels.testing.reference import assert_as_good_as_torch, normal, truth
 
 SM80 = GemmConfig(128, 64, 32, 4, 2, 2)
 SM90 = GemmConfig(128, 256, 64, 4, 2, 1)

@@ -9,9 +9,8 @@ import torch
 from attention import attention
 from cute_kernels import Sparse24, explain, gemm
 from cute_kernels.arch import ARCHS
+from cute_kernels.testing.reference import assert_as_good_as_torch
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
-
-from .reference import assert_as_good_as_torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -8,6 +8,7 @@ import torch
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention
 from cute_kernels import Sparse24, gemm, prune_2_4, quantize
+from cute_kernels.testing.reference import normal
 from sparse_collective import (
     BsrMatrix,
     bsr_gated_linear,
@@ -17,8 +18,6 @@ from sparse_collective import (
     random_bsr,
     sddmm,
 )
-
-from .reference import normal
 
 ACTIVATIONS = {None: lambda z: z, "gelu": torch.nn.functional.gelu, "relu": torch.relu}
 

@@ -9,20 +9,20 @@ import torch
 
 import cute_kernels
 from attention import attention, block_sparse_attention, create_block_mask
-from attention.decode import choose as decode
+from attention.decode import heuristics as decode
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.families import family_of
+from cute_kernels.testing.reference import normal, poisoned
 from sparse_collective import BsrMatrix, bsr_linear, random_bsr
 
-from . import tiny_kernels
-from .attention_parts import assert_right, cache, packed, qkv
+from .attention.parts import assert_right, cache, packed, qkv
 from .conformance import FAMILIES, PLAIN, case_of
+from .cute_kernels import tiny_kernels
 from .emulator import emulate
 from .emulator.emulate import Emulated, EmulatorError, emulate_entry, emulator, run_ptx
 from .emulator.ops import on_emulator
-from .products import run
-from .reference import normal, poisoned
+from .gemm_cases import run
 
 pytestmark = [
     pytest.mark.core,

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
-
-from .reference import normal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 
-from .nn_parts import layer_of, near
-from .reference import normal
+from .sparse_collective.nn_parts import layer_of, near
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # of a loop over items
 

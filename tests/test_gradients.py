@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
-
-from .reference import normal
 
 ACTIVATIONS = {
     None: lambda z: z,

@@ -8,8 +8,9 @@ import dataclasses
 import pytest
 import torch
 
-from . import emulate, fuzz_attention
+from . import host_emulation
 from .conformance import FAMILIES, FEW, axes_of, case_of, run
+from .fuzz import attention as fuzz_attention
 from .guard_zones import PATTERN, Placement, Wrong, Zones
 
 MORE = range(1, 18)
@@ -20,7 +21,7 @@ PATHS = ("sm_90", "sm_80")
 def where(request, monkeypatch):
     """The device of the tensors: on the CPU the ops' own references, or the host side of a GPU's calls."""
     if request.param == "emulated":
-        emulate.install(monkeypatch)
+        host_emulation.install(monkeypatch)
     return "cuda" if request.param == "cuda" else "cpu"
 
 

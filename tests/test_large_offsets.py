@@ -11,13 +11,13 @@ import torch
 
 import cute_kernels
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_linear, sddmm
-from sparse_collective.sampled import eager as sampled
-from sparse_collective.sampled.tables import groups_of
+from sparse_collective.sddmm_kernel import dispatch as sampled
+from sparse_collective.sddmm_kernel.tables import groups_of
 
 from .emulator import emulate
 from .emulator.ops import on_emulator
-from .reference import normal
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 BLOCK, LAST = (64, 64), 2  # blocks that are read or written

@@ -7,6 +7,7 @@ from torch import nn
 
 from attention import attention, scaled_dot_product_attention
 from cute_kernels import gemm, prune_2_4, quantize
+from cute_kernels.testing.reference import normal
 from sparse_collective import (
     BsrMatrix,
     bsr_gated_linear,
@@ -17,9 +18,8 @@ from sparse_collective import (
 )
 from sparse_collective.nn import BsrMixtureOfExperts, Sparse24Config, SwiGLU, mask_2_4_, prune_2_4_, quantize_
 
-from .bsr_parts import DEVICES
-from .nn_parts import BF16, layer_of
-from .reference import normal
+from .sparse_collective.bsr_parts import DEVICES
+from .sparse_collective.nn_parts import BF16, layer_of
 
 TOKENS = (24, 40, 57, 700)  # on either side of what kernels for few tokens and for many serve
 K = 128

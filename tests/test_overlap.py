@@ -9,9 +9,8 @@ import torch
 from attention import BlockMask, attention, block_sparse_attention
 from cute_kernels import Sparse24, gemm, prune_2_4
 from cute_kernels.overlap import overlap
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
-
-from .reference import normal
 
 REFUSED = "out shares memory with an input"
 

@@ -13,7 +13,7 @@ from cute_kernels.runtime.device import forced_path
 from sparse_collective import BsrMatrix, bsr_linear
 from sparse_collective import gradients as bsr_gradients
 
-from .attention_parts import qkv
+from .attention.parts import qkv
 
 
 def elsewhere(run):

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from attention import attention
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal
 from sparse_collective.nn import BsrLinear
-
-from .reference import normal
 
 LAYERS, TOKENS, HEADS, HEAD_DIM = 4, 256, 4, 64
 DIM = HEADS * HEAD_DIM

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from cute_kernels import gemm
 from cute_kernels.reference import GATE
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.nn import GatedBsrLinear
 from sparse_collective.padded_rows import padding_of, spread, taken
-
-from .reference import normal
 
 RAISED = "differentiable once|no autograd formula was registered"
 BLOCK = (32, 32)

@@ -112,7 +112,7 @@ def test_slow_tests_are_found():
     [
         (["tests"], {}, True),
         ([str(Path(__file__).parent)], {}, True),
-        (["tests/test_dense.py"], {}, False),
+        (["tests/cute_kernels/test_dense.py"], {}, False),
         (["tests"], {"keyword": "bsr"}, False),
         (["tests"], {"markexpr": "gpu"}, False),
         (["tests"], {"lf": True}, False),

@@ -10,13 +10,13 @@ from attention import attention
 from bench import host
 from cute_kernels import functions as F
 from cute_kernels import gemm, quantize, torch_op
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
 from sparse_collective import torch_op as sparse_torch_op
 from sparse_collective.nn import BsrLinear
 
-from .bsr_parts import DEVICES, FORMS, batch, bsr, operands
-from .products import assert_right
-from .reference import normal
+from .gemm_cases import assert_right
+from .sparse_collective.bsr_parts import DEVICES, FORMS, batch, bsr, operands
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TF32:UserWarning")
 

@@ -15,10 +15,10 @@ import sparse_collective
 from attention import BlockMask, attention, block_sparse_attention
 from bench.host import launches_replaced
 from cute_kernels import gemm
+from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
 from sparse_collective.nn import BsrLinear, change_pattern_, prune_
 
-from .reference import normal
 from .test_overlap import calls
 
 E4M3 = torch.float8_e4m3fn

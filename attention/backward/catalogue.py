@@ -7,10 +7,10 @@ from dataclasses import replace
 from cute_kernels.arch import ArchSpec
 
 from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS, SCORES
-from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import BlockKind, WindowKind
-from .choose import pick
+from ..forward.heuristics import HEAD_DIMS, WIDE
 from .config import BackwardFacts
+from .heuristics import pick
 
 BOTH = WindowKind(left=True, right=True)
 

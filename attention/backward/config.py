@@ -9,7 +9,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BlockKind, WindowKind
-from ..score_mod import Read, ScoreMod
+from ..masks.score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
 FP32 = BYTES["float32"]
@@ -152,7 +152,7 @@ class AheadConfig(StepConfig):
 
 @dataclass(frozen=True)
 class SharedColumnsConfig(BackwardConfig):
-    """shared_columns_sm90: each of two warpgroups owns all rows of K and half of the columns of dK and dV."""
+    """split_head_dim_sm90: each of two warpgroups owns all rows of K and half of the columns of dK and dV."""
 
     storing_warps: ClassVar[int] = 0
 
@@ -202,7 +202,7 @@ class BackwardFacts:
     softcap: bool = False
     packed: bool = False  # variable-length sequences, with cu_seqlens read on the GPU
     blocks: BlockKind | None = None  # block-sparse attention, without a window
-    deterministic: bool = False  # True if KV tiles accumulate dQ in a fixed order (turns.py)
+    deterministic: bool = False  # True if KV tiles accumulate dQ in a fixed order (semaphores.py)
     score: ScoreMod | None = None  # score_mod; excludes a softcap
     score_sums: tuple[int, ...] = ()  # indices of score_mod's captured tensors that need a gradient
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
@@ -250,7 +250,7 @@ def overlaps(arch: str) -> bool:
 
 @dataclass(frozen=True)
 class PrepareFacts:
-    """Traits of the prepare kernel: LSE and delta of each row, and zeros for dq_accum and its semaphores (turns.py)."""
+    """Traits of the prepare kernel: LSE and delta of each row, and zeros for dq_accum and the semaphores."""
 
     family: ClassVar[str] = "backward prepare"
     arch: str

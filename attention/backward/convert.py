@@ -8,7 +8,7 @@ from cutlass.cute.typing import AddressSpace
 
 from ..forward.problem import one_item
 from .config import ConvertFacts, overlaps
-from .dq_sums import sums_of
+from .dq_accum import sums_of
 from .fragments import fragments_of
 from .prepare import place_of
 from .row_tiles import DenseRows, PackedRows

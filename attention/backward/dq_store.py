@@ -1,8 +1,8 @@
 """Accumulation into dQ on sm_90, by warps of the producer warpgroup, one for each consumer warpgroup.
 
 A consumer writes its part of a query tile's dQ to a buffer in shared memory and continues. Its warp waits for the
-buffer, adds it to dq_accum in global memory, where `deterministic` in the order of turns.py, and releases the buffer
-once it has been read.
+buffer, adds it to dq_accum in global memory, ordered by semaphores.py if `deterministic`, and releases the
+buffer once it has been read.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from cute_kernels.tile.hopper import WARPGROUP
 from cute_kernels.tile.ptx import bulk_add, load_acquire
 
 from .config import FP32, BackwardFacts
-from .dq_sums import sums_of
-from .turns import TURN, end_turn, wait_for_turn
+from .dq_accum import sums_of
+from .semaphores import TURN, end_turn, wait_for_turn
 
 STORE_THREADS = WARPGROUP + WARP  # a consumer warpgroup and the warp that stores its part of dQ
 
@@ -43,7 +43,7 @@ class DqWork:
         return self.dq + Int64(self.first + number) * size
 
     def turn_of(self, number: Int32, parts: int) -> Int64:
-        """Address of this warpgroup's semaphore of tile `number`, at `parts` semaphores per tile (turns.py)."""
+        """Address of this warpgroup's semaphore of tile `number`, at `parts` semaphores per tile (semaphores.py)."""
         return self.turns + Int64(self.first + number) * (parts * TURN)
 
 

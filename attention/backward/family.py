@@ -16,8 +16,8 @@ from cute_kernels.tile.barriers import (
 from ..forward.config import HALF_SMEM
 from ..forward.family import short
 from .arguments import backward_args, convert_args, prepare_args
-from .choose import unsupported
 from .config import AheadConfig, BackwardFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig
+from .heuristics import unsupported
 
 OPS = "attention", "block_sparse_attention"
 
@@ -96,7 +96,7 @@ class FlashBackward(Family):
 
 
 class BackwardPrepare(Family):
-    """LSE and delta of each row, and zeros for dq_accum and the semaphores of turns.py."""
+    """LSE and delta of each row, and zeros for dq_accum and the semaphores of semaphores.py."""
 
     name = "backward prepare"
     ops = OPS

@@ -4,7 +4,7 @@
 
 Each CTA processes one KV tile. It iterates over the query tiles of all heads that share its head of K and V, so that dK
 and dV are written once, with bitwise identical results in every run. dQ is accumulated in memory by all CTAs; the order
-is nondeterministic without semaphores (turns.py). For sm_80 and newer.
+is nondeterministic without semaphores (semaphores.py). For sm_80 and newer.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class FlashBackwardSm80:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
         dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
-        turns: cute.Tensor | None,  # (B * H * tiles, warps) int32 zeros; deterministic (turns.py)
+        turns: cute.Tensor | None,  # (B * H * tiles, warps) int32 zeros; deterministic (semaphores.py)
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; block mask

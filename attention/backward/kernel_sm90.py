@@ -14,8 +14,8 @@
 
 For each KV tile a CTA iterates over the query tiles of all heads that share the head of K and V, so that dK and dV are
 written once, with bitwise identical results in every run. dQ is accumulated in memory, nondeterministically or ordered
-by semaphores (turns.py). CTAs fetch tile indices from a queue (forward/tile_queue.py). K and V of the next tile are
-loaded while dK and dV of this tile are stored from registers.
+by semaphores (semaphores.py). CTAs fetch tile indices from a queue (forward/tile_queue.py). K and V of the next tile
+are loaded while dK and dV of this tile are stored from registers.
 """
 
 import cuda.bindings.driver as cuda
@@ -30,15 +30,15 @@ from cute_kernels.tile.ptx import read_special_register
 
 from ..forward.operand_sm90 import permuted
 from ..forward.tile_queue import FIELDS, SLOTS, TileQueue
-from .ahead_sm90 import AheadSm90
 from .config import AheadConfig, BackwardFacts, SharedColumnsConfig, StepConfig
 from .dq_store import DqWork
 from .mainloop_sm90 import MainloopSm90, Work
 from .operands_sm90 import Consumer
+from .prefetched_sm90 import AheadSm90
 from .problem import KvTile, problem_of
-from .shared_columns_sm90 import SharedColumnsSm90
+from .semaphores import TURN
+from .split_head_dim_sm90 import SharedColumnsSm90
 from .store import store_fragment
-from .turns import TURN
 
 MAINLOOPS = {StepConfig: MainloopSm90, AheadConfig: AheadSm90, SharedColumnsConfig: SharedColumnsSm90}
 REGISTERS = {1: (24, 232), 2: (24, 240)}  # per thread of (producer, consumers), by number of consumer warpgroups
@@ -72,7 +72,7 @@ class FlashBackwardSm90:
         mdV: cute.Tensor,  # as V
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
         dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
-        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 zeros; deterministic (turns.py)
+        turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 zeros; deterministic (semaphores.py)
         counter: cute.Tensor,  # (1,) int32, 0
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed

@@ -30,9 +30,9 @@ from cute_kernels.tile.ptx import add_to_memory, read_special_register, zero_of
 
 from ..forward.softmax import rows_and_columns
 from .config import FP32, BackwardFacts
-from .dq_sums import sums_of
+from .dq_accum import sums_of
 from .scores import Work, changed_p_to_ds, changed_scores_to_p, mask_scores, p_to_ds, scores_to_p
-from .turns import TURN, end_turn, wait_for_turn
+from .semaphores import TURN, end_turn, wait_for_turn
 from .warps import MMA_ROWS
 
 ALIGN = 1024  # bytes, of shared memory

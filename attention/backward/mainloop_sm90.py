@@ -52,7 +52,7 @@ class Work:
 
     source: Any  # q_tiles.WindowRows or BlockRows
     tiles: Any  # source.for_tile of this tile
-    seqlen: Any  # forward.seqlen.SeqlenInfo
+    seqlen: Any  # seqlen.SeqlenInfo
     b: Int32
     h: Int32
     col0: Int32  # the tile's first column of the score matrix

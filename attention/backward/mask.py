@@ -14,7 +14,7 @@ def mask_window(
     source,  # q_tiles.WindowRows
     col: Int32,  # column of the score matrix for the thread's first row
     row0: Int32,  # row of the score matrix for the tile's first column
-    seqlen,  # forward.seqlen.SeqlenInfo
+    seqlen,  # seqlen.SeqlenInfo
 ):
     """Set scores outside the window to -inf."""
     for r in range_constexpr(cute.size(scores, mode=[0])):

@@ -21,7 +21,7 @@ from cute_kernels.tile.hopper import ALIGN, WARPGROUP, smem_layout
 
 from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32, BackwardFacts
-from .dq_sums import sums_of
+from .dq_accum import sums_of
 from .fragments import ROWS
 
 

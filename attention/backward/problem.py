@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from ..forward.choose import L2_BYTES
+from ..forward.heuristics import L2_BYTES
 from ..forward.problem import one_item
 from .config import FP32, BackwardFacts
 from .q_tiles import BlockRows, WindowRows

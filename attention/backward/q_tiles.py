@@ -7,11 +7,11 @@ Without a mask each KV tile starts at a different query tile and wraps around. K
 otherwise add to the same part of dq_accum at the same time. With a causal mask they start on the diagonal, so they are
 spread already.
 
-Deterministic accumulation (turns.py) with a right bound has two orders in which no KV tile waits long. *Up*: the KV
-tiles of a head start from the last one, accumulate in that order, and iterate upwards from the diagonal. Tile n reaches
-each query tile right after tile n + 1, and all can start at once; but the longest tiles come last. *Down*: KV tiles
-start and accumulate from the first one, and iterate downwards from the last query tile, with which all start, one after
-the other. With a window they start at different query tiles and do not wait for each other, so all heads go down.
+Deterministic accumulation (semaphores.py) with a right bound has two orders in which no KV tile waits long. *Up*: the
+KV tiles of a head start from the last one, accumulate in that order, and iterate upwards from the diagonal. Tile n
+reaches each query tile right after tile n + 1, and all can start at once; but the longest tiles come last. *Down*: KV
+tiles start and accumulate from the first one, and iterate downwards from the last query tile, with which all start, one
+after the other. With a window they start at different query tiles and do not wait for each other, so all heads go down.
 Without a left bound the last heads go down, since the tiles that start last should be short, and all others go up.
 
     causal            | partial: the diagonal   | full: all after it |
@@ -52,7 +52,7 @@ class QTiles:
         return self.first + self.place(i)
 
     def turn(self, number) -> Int32:
-        """Number of KV tiles that accumulate into query tile `number` before this one (turns.py)."""
+        """Number of KV tiles that accumulate into query tile `number` before this one (semaphores.py)."""
         before = self.n
         if self.reach is not None:
             before = self.n - cutlass.max(number * self.tile_m + self.reach, 0) // self.tile_n
@@ -163,7 +163,7 @@ class BlockQTiles:
         return row * self.steps + i % self.steps
 
     def turn(self, number) -> Int32:
-        """Number of KV tiles before this one that query tile `number` attends to (turns.py)."""
+        """Number of KV tiles before this one that query tile `number` attends to (semaphores.py)."""
         zero = zero_of(number + cute.arch.lane_idx())
         rank = Int32(self.ranks[self.item + zero, self.head + zero, number // self.steps, self.column + zero])
         return rank * self.tiles_k + self.n % self.tiles_k

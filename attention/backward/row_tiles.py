@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from ..forward.seqlen import SeqlenInfo
+from ..seqlen import SeqlenInfo
 
 
 def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):

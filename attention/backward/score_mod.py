@@ -16,7 +16,7 @@ from cute_kernels.tile.ptx import add_to_memory, add_unless_zero
 from cute_kernels.traced.lower import Place, lower, place_of, ranges_of, values_of
 
 from ..forward.softmax import exp2
-from ..score_mod import KV_INPUT, Q_INPUT
+from ..masks.score_mod import KV_INPUT, Q_INPUT
 from .config import BackwardFacts
 
 

@@ -25,14 +25,14 @@ class Work:
 
     source: Any  # q_tiles.WindowRows or BlockRows
     tiles: Any  # source.for_tile of this tile
-    seqlen: Any  # forward.seqlen.SeqlenInfo
+    seqlen: Any  # seqlen.SeqlenInfo
     b: Int32
     h: Int32
     col: Int32  # the thread's first column of the score matrix
     col0: Int32  # the tile's first column
     first_tile: Int32  # index of the head's first query tile, as row_tiles counts
     dq: Int64  # address of dq_accum
-    turns: Int64 | None  # address of the semaphores, one per warp and query tile (turns.py)
+    turns: Int64 | None  # address of the semaphores, one per warp and query tile (semaphores.py)
     scale_log2: Float32
     softcap: Float32  # with a score_mod, the factor applied to scores before it
     score_tensors: tuple | None = None  # tensors that score_mod reads

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from cute_kernels.arch import ArchSpec
 
 from ..forward.catalogue import SCORES
-from ..forward.choose import HEAD_DIMS, WIDE
 from ..forward.config import DecodeFacts, WindowKind
-from .choose import WIDE_FEW, pick
+from ..forward.heuristics import HEAD_DIMS, WIDE
+from .heuristics import WIDE_FEW, pick
 
 BOTH = WindowKind(left=True, right=True)
 ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}

@@ -9,9 +9,9 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import DECODE_CONSUMERS
 
-from ..forward.choose import WIDE
 from ..forward.config import DecodeFacts
 from ..forward.family import describe
+from ..forward.heuristics import WIDE
 from .arguments import decode_args
 
 GLOBAL = set("LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UBLKCP UTMAPF UBLKPF CCTL".split())
@@ -26,7 +26,7 @@ class Decode(Family):
 
     def entry(self, facts: DecodeFacts):
         if facts.cache:
-            from .kernel_float8 import DecodeFloat8 as DecodeKernel
+            from .fp8.kernel import DecodeFloat8 as DecodeKernel
         elif facts.path == "sm_90":
             from .kernel_sm90 import DecodeSm90 as DecodeKernel
         else:

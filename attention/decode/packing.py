@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..forward.kv_tiles import KvTiles, WindowSource
-from ..forward.seqlen import DenseSeqlens, SeqlenInfo
+from ..seqlen import DenseSeqlens, SeqlenInfo
 
 
 @dataclass(frozen=True)

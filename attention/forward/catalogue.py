@@ -10,19 +10,10 @@ from cute_kernels.arch import ArchSpec
 
 from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
-from ..score_mod import bound
-from ..score_mods import Alibi, Bias
-from .choose import (
-    HEAD_DIMS,
-    WIDE,
-    Extents,
-    candidates_sm80,
-    candidates_sm90,
-    cannot_convert,
-    head_dims_text,
-    pick,
-)
+from ..masks.score_mod import bound
+from ..masks.score_mods import Alibi, Bias
 from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
+from .heuristics import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, cannot_convert, head_dims_text, pick
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 

@@ -9,7 +9,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import Element, element_of
 
 from ..masks.element_mask import ElementMask
-from ..score_mod import ScoreMod
+from ..masks.score_mod import ScoreMod
 
 ACC_PAD = 16  # FP32 values after a row of O in shared memory, so that neighboring rows are in different banks
 BARRIER_BYTES = 2048  # mbarriers, and the padding that aligns operand buffers to 1024 bytes

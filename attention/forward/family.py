@@ -9,8 +9,8 @@ from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args, values_args
-from .choose import HEAD_DIMS, cannot_convert
 from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
+from .heuristics import HEAD_DIMS, cannot_convert
 
 
 class FlashForward(Family):

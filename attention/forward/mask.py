@@ -8,7 +8,7 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.tile.ptx import integer_after
 from cute_kernels.traced.lower import Place, lower
 
-from ..score_mod import KV_INPUT, Q_INPUT, ScoreMod
+from ..masks.score_mod import KV_INPUT, Q_INPUT, ScoreMod
 
 AT_ONCE = 16  # scores of a thread whose positions, and values loaded for them, are in registers at a time
 LOG2E = 1.4426950408889634

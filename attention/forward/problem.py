@@ -6,11 +6,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..seqlen import DenseSeqlens, PackedSeqlens
 from .block_source import with_blocks
 from .config import FlashFacts
 from .kv_tiles import WindowSource
 from .scheduler import PackedScheduler, QueryScheduler
-from .seqlen import DenseSeqlens, PackedSeqlens
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from .choose import L2_BYTES
-from .seqlen import PackedSeqlens
+from ..seqlen import PackedSeqlens
+from .heuristics import L2_BYTES
 
 WARP = 32
 

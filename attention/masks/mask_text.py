@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..function_text import read, written
 from .element_mask import BoundMask, trace_mask
+from .function_text import read, written
 from .mask_mods import MaskMod
 
 WHAT = "mask_mod"

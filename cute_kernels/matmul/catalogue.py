@@ -14,7 +14,7 @@ from ..arch import ArchSpec, arch_named
 from ..tile.element import BITS_16, element_of
 from .candidates import split_sm90
 from .config import EpilogueSpec, GemmFacts
-from .terms import epilogue_program
+from .epilogue.terms import epilogue_program
 
 SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

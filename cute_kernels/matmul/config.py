@@ -174,7 +174,7 @@ class GemmFacts:
     acc_dtype: accumulator of the tensor cores; float16 needs half the registers and has 11 bits of mantissa.
     promoted (FP32 operands, in TF32 parts): partial sums are promoted to FP32, as for FP8.
     chained: the secondary kernel of a programmatic dependent launch; the primary writes B and its scales. See
-        tile/chain.py.
+        tile/dependent_launch.py.
     """
 
     arch: str  # the compiler's target

@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..k_tiles import DenseSource
-from .ahead_sm90 import AheadGemmSm90, AheadMainloopSm90
-from .block_scaled_sm90 import BlockScaledMainloopSm90
 from .config import GemmFacts
-from .epilogue import EpilogueArgs
+from .epilogue.formula import EpilogueArgs
 from .kernel_sm80 import GemmSm80
 from .kernel_sm90 import GemmSm90
-from .mainloop_sm90 import MainloopSm90
-from .promoted_sm90 import PromotedMainloopSm90, ScaledMainloopSm90
+from .mainloops.block_scaled_sm90 import BlockScaledMainloopSm90
+from .mainloops.mainloop_sm90 import MainloopSm90
+from .mainloops.promoted_sm90 import PromotedMainloopSm90, ScaledMainloopSm90
+from .schedules.overlap_store_sm90 import AheadGemmSm90, AheadMainloopSm90
 
 
 def kernel_for(facts: GemmFacts):

@@ -20,11 +20,11 @@ from cutlass import Int32, const_expr
 from ..dtypes import cutlass_dtype
 from ..scheduler import TileScheduler
 from ..tile.ampere import ALIGN, WARP, OperandTile
-from .block_scaled_sm80 import block_scaling
 from .config import GemmFacts
-from .epilogue import EpilogueArgs
-from .mainloop_sm80 import MainloopSm80
-from .store_sm80 import StoreSm80
+from .epilogue.formula import EpilogueArgs
+from .epilogue.store_sm80 import StoreSm80
+from .mainloops.block_scaled_sm80 import block_scaling
+from .mainloops.mainloop_sm80 import MainloopSm80
 
 
 class GemmSm80:

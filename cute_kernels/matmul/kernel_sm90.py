@@ -44,13 +44,13 @@ from ..k_tiles import check_sharing, split_k_tiles
 from ..scheduler import TileScheduler
 from ..tile.barriers import Arrivals
 from ..tile.hopper import ALIGN, WARPGROUP, MmaTF32Op, RingState, smem_layout
-from .block_scaled_sm90 import block_scales
 from .config import GemmFacts
-from .epilogue import EpilogueArgs
-from .gated_store_sm90 import GatedStoreSm90
-from .mainloop_sm90 import MainloopSm90
-from .split_k_sm90 import SplitKSm90
-from .store_sm90 import StoreSm90, in_fp32
+from .epilogue.formula import EpilogueArgs
+from .epilogue.gated_store_sm90 import GatedStoreSm90
+from .epilogue.store_sm90 import StoreSm90, in_fp32
+from .mainloops.block_scaled_sm90 import block_scales
+from .mainloops.mainloop_sm90 import MainloopSm90
+from .schedules.split_k_sm90 import SplitKSm90
 
 
 class GemmSm90:

@@ -8,7 +8,7 @@ import torch
 
 from ..operand import flatten_batch, layout_of_tensor
 from ..runtime.call_plan import CallPlan
-from ..tf32_parts import eager as tf32_parts
+from ..tf32 import dispatch as tf32
 from ..tile.element import VECTOR_BYTES
 
 # Elements between the scales of two rows of A, or of two blocks of B's columns: kernels compute distances inside of a
@@ -26,7 +26,7 @@ class Plan(CallPlan):
     staged: bool = False  # True if the kernel writes a contiguous result that is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a block-sparse GEMM whose block rows differ in length
     family: Any = None  # of a block-sparse GEMM's kernel
-    tiles: tuple = ()  # with more work tiles than workers: sparse_collective.tile_order's Tiles, to order them
+    tiles: tuple = ()  # with more work tiles than workers: sparse_collective.bsr_gemm.tile_order's Tiles, to order them
     split_blocks: bool = False  # block-sparse GEMM: True if values are multiplied in three parts, see precision
     unfused: bool = False  # gated GEMM: True if torch computes the gate of a plain GEMM
     ordered: tuple | None = None  # (function with an order of work tiles, tiles, CTAs), made when first needed
@@ -100,7 +100,7 @@ def along_k(name: str, t, view, plan: Plan, rows: bool):
     def copied(t):
         bits = t if view is None else view(t)
         bits = bits if rows else bits.mT  # (..., rows, K)
-        if t.dtype == torch.float32 and (found := tf32_parts.along_k(bits)) is not None:
+        if t.dtype == torch.float32 and (found := tf32.along_k(bits)) is not None:
             return found if rows else found.mT
         bits = bits.view(torch.uint8) if t.element_size() == 1 else bits
         padding = -K % vector
@@ -122,7 +122,7 @@ def split_view(name: str, view, plan: Plan, rows: bool, of_b: bool, group: int |
 
     def copied(t):
         t = t if view is None else view(t)
-        found = tf32_parts.side_by_side(t if rows else t.mT, of_b, group)
+        found = tf32.side_by_side(t if rows else t.mT, of_b, group)
         return found if rows else found.mT
 
     return copied

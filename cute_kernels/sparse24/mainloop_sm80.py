@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..matmul.mainloop_sm80 import MainloopSm80
+from ..matmul.mainloops.mainloop_sm80 import MainloopSm80
 from ..tile.ampere import WARP
 from ..tile.ptx import load_vector, sparse_mma
 from .format import KEPT, SPAN

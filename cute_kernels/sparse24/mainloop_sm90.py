@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..matmul.mainloop_sm90 import MainloopSm90
+from ..matmul.mainloops.mainloop_sm90 import MainloopSm90
 from ..tile.descriptors import MMA_M, descriptor_high, descriptor_low
 from ..tile.hopper import WARPGROUP
 from ..tile.ptx import bulk_load, load_shared_word, sparse_wgmma_slabs

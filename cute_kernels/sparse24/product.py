@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..k_tiles import DenseKTiles, DenseSource
 from ..matmul.config import GemmFacts
 from ..matmul.dense import DenseGemm, batched, view
-from ..matmul.epilogue import EpilogueArgs
+from ..matmul.epilogue.formula import EpilogueArgs
 from ..matmul.kernel_sm80 import GemmSm80
 from ..matmul.kernel_sm90 import GemmSm90
 from .format import COLUMNS, SLAB, SPAN, WORDS

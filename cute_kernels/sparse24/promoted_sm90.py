@@ -1,7 +1,8 @@
 """The sm_90 FP8 mainloop with a 2:4 sparse A and promoted accumulation: each K-tile's partial sum is added in FP32.
 
-FP8 WGMMA keeps some 14 bits of its accumulators' mantissas (matmul.promoted_sm90). So it writes the partial sum of a
-K-tile to a fragment, which CUDA cores add to the tile's accumulators. A K-tile of 256 columns has 128 nonzero terms per
+FP8 WGMMA keeps some 14 bits of its accumulators' mantissas (matmul/mainloops/promoted_sm90.py). So it writes the
+partial sum of a K-tile
+ to a fragment, which CUDA cores add to the tile's accumulators. A K-tile of 256 columns has 128 nonzero terms per
 partial sum, as many as the dense mainloop; one of 128 columns has 64.
 
     consumer groups    wait full[s] -> read this thread's metadata

@@ -7,7 +7,7 @@ from ..checks import check_no_grad, scaled
 from ..dtypes import default_out_dtype
 from ..runtime import library
 from ..torch_op import function_named, named_function
-from . import eager
+from . import dispatch
 from .format import KEPT, Sparse24
 
 NAME = "cute_kernels::sparse24_gemm"
@@ -20,13 +20,13 @@ TERMS = (
 
 def _run(values, metadata, b, *, out, epilogue, **terms):
     a = Sparse24(values, metadata, (values.shape[0], KEPT * values.shape[1]))
-    return eager.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms)
+    return dispatch.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms)
 
 
 def _fake(values, metadata, b, *, out_dtype, **terms):
-    torch._check(b.dim() == 2, lambda: f"{eager.OP}: b has {b.dim()} dimensions; it must be a matrix (K, N)")
+    torch._check(b.dim() == 2, lambda: f"{dispatch.OP}: b has {b.dim()} dimensions; it must be a matrix (K, N)")
     columns = KEPT * values.shape[1]
-    torch._check(b.shape[0] == columns, lambda: f"{eager.OP}: {columns} columns meet {b.shape[0]} rows")
+    torch._check(b.shape[0] == columns, lambda: f"{dispatch.OP}: {columns} columns meet {b.shape[0]} rows")
     return b.new_empty((values.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(b.dtype))
 
 
@@ -42,12 +42,12 @@ def traced_gemm(
     use_fast_accum=False, accumulation_dtype=None,
 ):  # fmt: skip
     """gemm of a Sparse24 inside a torch.compile trace."""
-    eager._check_kind(a, b, accumulation_dtype)
+    dispatch._check_kind(a, b, accumulation_dtype)
     if scaled(a.values, scale_a, scale_b, use_fast_accum):
         raise RuntimeError(
-            f"{eager.OP} of float8, to which scales and use_fast_accum belong, is not traced by torch.compile; call "
+            f"{dispatch.OP} of float8, to which scales and use_fast_accum belong, is not traced by torch.compile; call "
             "it under torch.compiler.disable"
         )
-    check_no_grad(eager.OP, a.values, b, bias, residual)
+    check_no_grad(dispatch.OP, a.values, b, bias, residual)
     terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named_function(epilogue)
     return library.call(NAME, (a.values, a.metadata, b), out, terms)

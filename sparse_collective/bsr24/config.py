@@ -24,9 +24,9 @@ from cute_kernels.sparse24.config import (
 from cute_kernels.sparse24.format import SLAB, SPAN
 from cute_kernels.tile.element import BITS_16, Element, element_of
 
-from .. import catalogue
-from ..candidates import pair_of
-from ..family import values_bytes
+from ..bsr_gemm import catalogue
+from ..bsr_gemm.candidates import pair_of
+from ..bsr_gemm.family import values_bytes
 
 DRAM_SHARE = 0.8  # of DRAM's rate, as for block-sparse GEMMs with TMA; an estimate
 

@@ -12,8 +12,8 @@ from cute_kernels.sparse24.format import KEPT
 from cute_kernels.tile.element import BITS_16, Element
 
 from ..alignment import aligned
-from ..fakes import bsr_args, has_scales
-from ..family import BsrFamily, in_step
+from ..bsr_gemm.arguments import bsr_args, has_scales
+from ..bsr_gemm.family import BsrFamily, in_step
 from . import config
 
 

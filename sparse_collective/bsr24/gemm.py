@@ -10,12 +10,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
-from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 from cute_kernels.sparse24.format import KEPT, SLAB, SPAN, WORDS
 from cute_kernels.sparse24.product import Sparse24KTile, kernel_for
 
-from ..bsr_gemm import BsrGemm, ScaledBsrGemm
-from ..k_tiles import BsrKTiles, BsrSource
+from ..bsr_gemm.k_tiles import BsrKTiles, BsrSource
+from ..bsr_gemm.kernel import BsrGemm, ScaledBsrGemm
 
 
 @dataclass(frozen=True)

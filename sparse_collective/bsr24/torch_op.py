@@ -7,7 +7,7 @@ from cute_kernels.sparse24.format import KEPT
 from cute_kernels.torch_op import function_named, named_function
 
 from .. import torch_op
-from ..eager import call
+from ..dispatch import call
 from .matrix import Bsr24
 
 NAME = "sparse_collective::bsr24"

@@ -11,17 +11,17 @@ prune_, change_pattern_         keep the blocks that matter; drop and regrow blo
 
 from ..pattern import Pattern
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
-from .float8 import Float8BsrLinear, Float8SwiGLU
+from .fp8 import Float8BsrLinear, Float8SwiGLU
 from .gated import GatedBsrLinear, GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .prune24 import Masked24BsrLinear, Masked24Linear, Sparse24Config, mask_2_4_, prune_2_4_
-from .pruning import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
-from .scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
+from .pruning.pattern import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
+from .pruning.prune24 import Masked24BsrLinear, Masked24Linear, Sparse24Config, mask_2_4_, prune_2_4_
+from .pruning.scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
 from .sparsify import SparsityConfig, densify_, sparsify_
 from .structured import Bsr24Linear, Sparse24Linear
 from .swap import Change, Report
-from .to_float8 import Float8Config, quantize_
+from .to_fp8 import Float8Config, quantize_
 
 __all__ = [
     "Blocks",

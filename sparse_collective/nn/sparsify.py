@@ -16,7 +16,7 @@ from ..pattern import top_keys, top_keys_of_rows
 from .gated import GatedBsrLinear, GatedLinear
 from .linear import BsrLinear
 from .module import block_grid
-from .scores import Blocks, Scores
+from .pruning.scores import Blocks, Scores
 from .swap import (
     Change,
     FilterFn,

@@ -1,4 +1,4 @@
-"""Layers for inference whose weights are 2:4 sparse; prune24.py has the way from trained ones to them."""
+"""Layers for inference whose weights are 2:4 sparse; pruning/prune24.py has the way from trained ones to them."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from cute_kernels.runtime.fake import fake_tensor
 from cute_kernels.runtime.families import register
 from cute_kernels.tile.element import BITS_16, Element
 
-from .. import catalogue
-from ..family import BsrFamily, held_by_dram
+from ..bsr_gemm import catalogue
+from ..bsr_gemm.family import BsrFamily, held_by_dram
 from .config import SmallBlocksConfig
 from .tables import tables_of
 from .tile import CHUNK, CONSUMERS, MOST_TABLE_BYTES, Geometry, table_bytes

@@ -9,9 +9,9 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
-from cute_kernels.matmul.epilogue import EpilogueArgs
+from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 
-from ..bsr_gemm import BsrGemm
+from ..bsr_gemm.kernel import BsrGemm
 from .kernel_sm90 import SmallBlocksSm90
 from .tile import CONSUMERS
 

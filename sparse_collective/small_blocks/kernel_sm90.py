@@ -33,8 +33,8 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
-from cute_kernels.matmul.epilogue import EpilogueArgs
-from cute_kernels.matmul.store_sm90 import WARPGROUP, StoreSm90
+from cute_kernels.matmul.epilogue.formula import EpilogueArgs
+from cute_kernels.matmul.epilogue.store_sm90 import WARPGROUP, StoreSm90
 from cute_kernels.scheduler import TileScheduler
 from cute_kernels.tile.descriptors import MMA_M, descriptor_high, descriptor_low
 from cute_kernels.tile.hopper import ALIGN, smem_layout

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 
-from cute_kernels.epilogue_gradient import eager as epilogue_gradient
+from cute_kernels.epilogue_gradient import dispatch as epilogue_gradient
 from cute_kernels.runtime import device
 from cute_kernels.runtime.cache import KernelCache
 from cute_kernels.runtime.call_plan import PlanCache
-from cute_kernels.tf32_parts import eager as tf32_parts
+from cute_kernels.tf32 import dispatch as tf32
 
 from ..signatures import insist_on_arguments
 from .emulate import emulated, emulator
@@ -44,8 +44,8 @@ def on_emulator(arch: str, sms: int = 4, path: str | None = None, **settings):
         stack.enter_context(mock.patch.object(PlanCache, "checked", _plan_anew(PlanCache.checked)))
         for module, name in (
             (epilogue_gradient, "epilogue_gradient"),
-            (tf32_parts, "side_by_side"),
-            (tf32_parts, "along_k"),
+            (tf32, "side_by_side"),
+            (tf32, "along_k"),
         ):
             stack.enter_context(mock.patch.object(module, name, _called_on_gpu(getattr(module, name))))
         yield

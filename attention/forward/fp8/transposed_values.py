@@ -22,8 +22,8 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.element import SWIZZLES
 from cute_kernels.tile.ptx import load_vector, transpose_bytes
 
+from ...seqlen import PackedSeqlens
 from ..config import ValuesFacts
-from ..seqlen import PackedSeqlens
 
 GROUP = 16  # keys that are permuted
 KEYS = tuple(8 * (i % 4 // 2) + 2 * (i // 4) + i % 2 for i in range(GROUP))

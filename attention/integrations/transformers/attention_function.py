@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention import attention, block_sparse_attention, score_mods
-from attention.masks.kept import ElementTensor
+from attention.masks.cache import ElementTensor
 from attention.operands import autocast, padded
 from cute_kernels.checks import watched
 

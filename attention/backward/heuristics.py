@@ -1,0 +1,121 @@
+"""Tile configurations of the attention backward kernels."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..forward.heuristics import HEAD_DIMS
+from .config import AheadConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
+
+# By the larger of the two head dimensions: prefetched scores. A mask_mod that reads tensors needs too many registers.
+SM_90_AHEAD = {
+    64: AheadConfig(128, 128, 2, 2, stages_q=3),
+    96: AheadConfig(64, 128, 2, 2, stages_q=3),
+    128: AheadConfig(64, 128, 2, 2, stages_q=3),
+}
+
+# By the larger of the two head dimensions.
+SM_90 = {dim: StepConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
+
+# Two warpgroups split the columns of dK and dV. PAIR: each processes its own query tile.
+PAIR = SharedColumnsConfig(64, 64, 2, 2, query_tiles=2, dq_parts=2)
+SM_90 |= {
+    192: SharedColumnsConfig(64, 64, 2, 2, direct=True),
+    256: SharedColumnsConfig(64, 64, 2, 2, dq_parts=2, direct=True),
+}
+
+# For blocks 64 wide: one consumer warpgroup per CTA, two CTAs per SM. At head dimension 128 that would spill.
+SM_90_NARROW = SM_90 | {64: StepConfig(64, 64, 2, 1, ctas=2), 96: StepConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
+
+# By the larger of the two head dimensions: (tile_m, tile_n, stages, warps); the first that fits is selected. These
+# kernels are bound by shared memory reads, and each KV tile adds to dq_accum once. So a warp's part of each matmul is
+# as square as registers allow, and tile_n is as large as shared memory allows. None has been measured.
+SM_80 = {
+    64: ((32, 128, 2, 4), (64, 64, 2, 4)),
+    96: ((64, 128, 2, 8), (64, 128, 1, 8), (64, 64, 2, 8)),
+    128: ((64, 128, 2, 8), (32, 128, 2, 8), (64, 64, 2, 8), (64, 64, 1, 8)),
+    192: ((64, 64, 2, 8), (32, 64, 1, 8), (32, 64, 1, 4)),
+    256: ((64, 64, 2, 8), (64, 64, 1, 8), (32, 32, 1, 4)),
+}
+# With a softcap or an element mask: both need registers, which these tiles leave free.
+SM_80_MASKED = SM_80 | {
+    64: ((64, 64, 2, 8),),
+    96: ((64, 64, 2, 8),),
+    128: ((64, 64, 2, 8), (64, 64, 1, 8)),
+}
+
+# Configurations that spill when compiled for sm_90a: the first of head dimension 128, and of 256 with block masks.
+SPILLS_ON_SM_90 = {128: (64, 128, 2, 8)}
+BLOCKS_SPILL_ON_SM_90 = SPILLS_ON_SM_90 | {256: (64, 64, 2, 8)}
+
+
+def unsupported(facts: BackwardFacts) -> str | None:
+    """The reason why no kernel supports these facts and their configuration; None if one does."""
+    cfg, blocks = facts.config, facts.blocks
+    if blocks is not None and (blocks.block_q % cfg.tile_m or blocks.block_k % cfg.tile_n):
+        return f"tiles of {cfg.tile_m}x{cfg.tile_n} do not divide blocks of {blocks.block_q}x{blocks.block_k}"
+    if facts.path == "sm_80":
+        try:
+            cfg.warps(facts.head_dim, facts.head_dim_v)
+        except ValueError as error:
+            return str(error)
+    if facts.smem_bytes > facts.spec.smem:
+        return f"it needs {facts.smem_bytes} bytes of shared memory; {facts.spec.name} has {facts.spec.smem}"
+    return None
+
+
+def has_registers_ahead(facts: BackwardFacts) -> bool:
+    """True if registers suffice to prefetch scores.
+
+    They do not with a score_mod, nor with an element mask that reads tensors or is combined with a softcap. At head
+    dimension 128 they do not with any element mask, a softcap, or FP32 gradients, which are not packed before the last
+    WGMMAs.
+    """
+    if facts.score is not None:
+        return False
+    wide = max(facts.head_dim, facts.head_dim_v) == 128
+    if facts.blocks is None or facts.blocks.mask is None:
+        return not (wide and (facts.softcap or facts.grad_dtype))
+    return not (wide or facts.softcap or facts.blocks.mask.tensors)
+
+
+def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
+    """The facts with each configuration that supports them, the most promising first.
+
+    Facts of the sm_90 path also include configurations of the sm_80 path.
+
+    Raises:
+        ValueError: no kernel supports the head dimension.
+    """
+    for name, dim in (("head_dim", facts.head_dim), ("head_dim_v", facts.head_dim_v)):
+        if dim not in HEAD_DIMS:
+            dims = ", ".join(map(str, HEAD_DIMS))
+            raise ValueError(f"{name} must be one of {dims} for the backward pass, got {dim}; pad to the next one")
+    dim = max(facts.head_dim, facts.head_dim_v)
+    mask = None if facts.blocks is None else facts.blocks.mask
+    scattered = facts.score is not None and any(not read.of_head for read in facts.score_reads)
+    tiles = SM_90 | {128: PAIR} if scattered else SM_90  # per-element atomics into gradients need registers
+    if facts.blocks is not None and facts.blocks.block_k != 128:
+        tiles = SM_90_NARROW
+    configs = []
+    if facts.path == "sm_90" and tiles == SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
+        configs += SM_90_AHEAD[dim].variants(facts.deterministic)
+    if facts.path == "sm_90" and dim in tiles:
+        configs += tiles[dim].variants(facts.deterministic)
+    if facts.grad_dtype and dim == 128:  # with several dQ buffers they spill
+        configs = [config for config in configs if getattr(config, "sums", 1) == 1]
+    masked = facts.softcap or facts.score is not None or mask is not None
+    table = SM_80_MASKED if masked else SM_80
+    spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
+    spilling = spills.get(dim) if facts.spec.name == "sm_90" else None
+    kernels = [replace(facts, config=config) for config in configs]
+    kernels += (replace(facts, path="sm_80", config=Sm80Config(*c)) for c in table[dim] if c != spilling)
+    return (f for f in kernels if unsupported(f) is None)
+
+
+def pick(facts: BackwardFacts) -> BackwardFacts:
+    """The facts with the most promising configuration and its path.
+
+    Raises:
+        ValueError: no kernel supports the head dimension.
+    """
+    return next(candidates(facts))

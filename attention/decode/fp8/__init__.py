@@ -1,0 +1,1 @@
+"""Decode from an FP8 KV cache."""

@@ -1,0 +1,1 @@
+"""Epilogues of the GEMM kernels: from accumulators to stored outputs."""

@@ -1,0 +1,355 @@
+"""The sm_90 store: accumulators through the epilogue into shared memory and out by TMA, or directly to global memory.
+
+Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through its own ring of two
+buffers, so warpgroups never wait for each other:
+
+    all 128 threads    epilogue in registers, while earlier chunks are still being stored
+    warp 0             wait until the ring's buffer is free
+    all 128 threads    stmatrix, or 2 bytes at a time for FP8 -> fence
+    warp 0             TMA store of the chunk, commit
+
+With split-K, each CTA stores its share of a tile's chunks.
+
+`store_direct` writes element by element if D's strides or contiguous extent are not multiples of 16 bytes, as TMA
+needs.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90_utils
+
+from ...tile.barriers import PRODUCT_STORE
+from ...tile.fp8 import packed, store_halves, turned
+from ...tile.hopper import WARPGROUP
+from ...tile.ptx import load_volatile
+from . import formula
+from .formula import coordinates
+
+SLAB_M = 64  # rows of one WGMMA
+PIECE = 32  # accumulators per call of the epilogue
+
+
+def in_fp32(acc: cute.Tensor, first: int, count: int) -> tuple[cute.Tensor, int]:
+    """(tensor, first index) of `count` accumulators from index `first` on, in FP32.
+
+    FP16 accumulators are read in pairs: read one by one, the compiler keeps each in its own register during the
+    mainloop, and serializes WGMMAs of 192 columns.
+    """
+    if acc.element_type is Float32:
+        return acc, first
+    words = cute.make_rmem_tensor(count // 2, Int32)
+    for v in range(count // 2):
+        words[v] = cute.recast_tensor(acc, Int32)[first // 2 + v]
+    wide = cute.make_rmem_tensor(count, Float32)
+    wide.store(cute.recast_tensor(words, acc.element_type).load().to(Float32))
+    return wide, 0
+
+
+class StoreSm90:
+    """Store of the accumulators of one consumer warpgroup."""
+
+    def __init__(self, facts, group_n: int, dtype, anchor_bias: bool = True):
+        cfg = facts.config
+        self.spec = facts.epilogue
+        self.dtype = dtype
+        self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
+        self.warps_m = cfg.warps_m
+        self.warpgroups = cfg.warps_m * cfg.warps_n  # that share a tile
+        self.group_n = group_n  # columns of one warpgroup
+        self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
+        box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
+        self.epi_n = facts.chunk_columns(min(group_n, box_n))  # columns of one chunk
+        self.narrow, self.out_dtype = facts.narrow, facts.out_dtype
+        self.n_major = facts.majors[2] != "m"
+        self.tma = facts.tma_store
+        # An epilogue's arithmetic depends on no barrier, so the compiler would start it for all accumulators at once,
+        # and the temporaries of 128 GELUs spill. A factor of 1.0, read from shared memory for each piece, keeps the
+        # pieces apart. It multiplies the bias if there is one, which is fewer multiplications; with fewer registers
+        # (`anchor_bias` False) that spilled.
+        self.anchored = not facts.epilogue.is_light
+        self.by_bias = self.anchored and anchor_bias and facts.epilogue.bias is not None
+        # Row and column scales are applied here, the other terms by the epilogue.
+        self.each = facts.epilogue.scale_m == "row", facts.epilogue.scale_n == "column"
+        self.piece = PIECE // (1 + any(self.each))
+        rest = (None if each else kind for each, kind in zip(self.each, (self.spec.scale_m, self.spec.scale_n)))
+        self.spec = replace(self.spec, **dict(zip(("scale_m", "scale_n"), rest)))
+        self.chunks = group_n // self.epi_n  # of a slab
+        self.boxes = cfg.boxes_b
+        self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
+        self.split = cfg.split
+        self.gated = facts.epilogue.gated
+        self.buffers = cfg.ring
+
+    @property
+    def layout_enum(self):
+        return LayoutEnum.ROW_MAJOR if self.n_major else LayoutEnum.COL_MAJOR
+
+    def make_tma(self, mD: cute.Tensor, sD_layout) -> tuple:
+        """(TMA atom, D in its coordinates); without TMA (None, mD)."""
+        if not self.tma:
+            return None, mD
+        smem = cute.slice_(sD_layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, smem, (SLAB_M, self.epi_n))
+
+    def tiles(self, mD: cute.Tensor) -> cute.Tensor:
+        """(64, epi_n, rest_m, rest_n, outer_m, L); without TMA mD itself."""
+        return cute.local_tile(mD, (SLAB_M, self.epi_n), (None, None, None, None)) if self.tma else mD
+
+    @cute.jit
+    def store(
+        self,
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup, fp32 or fp16; of a split tile, this CTA's share of it
+        args: formula.EpilogueArgs,
+        outs: tuple,  # (TMA atom, gD) of D and, where the epilogue stores it, of z
+        sD: cute.Tensor,  # (64, epi_n, PIPE)
+        thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
+        tiled_mma_group: cute.TiledMma,
+        extent: tuple,  # (M, N)
+        places: tuple,  # (m, n, outer_m) of the tile; where it has boxes, of each one that this warpgroup has
+        batch: tuple,  # l, and the item of A, if a bias has one for each
+        group: cutlass.Int32,  # which consumer warpgroup
+        anchor: cute.Pointer,  # 1.0 in shared memory
+        rank=None,  # of the CTAs that share a split tile, which
+        coming=None,  # the next tile, which begins in accumulators that have been read (ahead_sm90)
+    ):
+        # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
+        gD = outs[0][1]
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        group_m = group % self.warps_m
+        first_column = group % self.warpgroups // self.warps_m * self.group_n
+        out_m, out_n, outer_m = places[0]
+        col0 = out_n * self.tile_n + first_column
+        # (MMA, 1, 1): (row, column) of each accumulator inside a slab
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
+
+        values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
+        copy_r2s = None
+        if const_expr(self.tma):
+            stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
+        if const_expr(self.narrow):
+            tRS_sD, shape = sD, values // 4  # words
+        elif const_expr(self.tma):
+            copy_r2s, tRS_sD, shape = self.copies(tiled_mma_group, sD, tidx)
+        rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
+        rMax[0] = Float32(0.0)
+        piece = const_expr(min(values, self.piece) if self.anchored else values)
+        rD = cute.make_rmem_tensor(piece, Float32)
+        share = const_expr(self.slabs * self.chunks // self.split // (1 + self.gated))
+        corner = (out_m * (self.tile_m // SLAB_M) + group_m) * SLAB_M, col0
+        # Scales loaded per chunk would come after the barriers of the chunk before, and each load would be waited for.
+        # So all chunks' scales are loaded first if the epilogue leaves registers for them.
+        loaded = {}
+        if const_expr(not self.anchored):
+            for i in range_constexpr(share):
+                self.scales(i, args, corner, batch[0], rank, loaded)
+        for i in range_constexpr(share):
+            chunk = i if const_expr(self.split == 1) else rank * share + i
+            s, e = chunk // self.chunks, chunk % self.chunks
+            if const_expr(self.boxes > 1):
+                box, rest = e // self.per_box, e % self.per_box
+                out_m, out_n, outer_m = places[box]
+                col0 = (out_n * self.per_box + rest - e) * self.epi_n
+            outer = (outer_m, *batch)
+            if const_expr(self.boxes > 1):  # an absent box lies past the last block and must not be read
+                outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
+            at = const_expr(i * values)  # of the chunk's accumulators
+            slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
+            if const_expr(self.gated):  # every second slab has the rows of `up`
+                at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
+                slab = out_m * (self.tile_m // SLAB_M // 2) + s
+            rows, columns = self.scales(i, args, corner, batch[0], rank, {} if self.anchored else loaded)
+            if const_expr(self.tma):
+                rOuts = [cute.make_rmem_tensor(shape, Int32 if self.narrow else self.dtype) for _ in outs]
+            for first in range_constexpr(0, values, piece):
+                one = load_volatile(anchor) if const_expr(self.anchored) else None
+                sums, begin = in_fp32(acc, at + first, piece)
+                for v in range_constexpr(piece):
+                    rD[v] = sums[begin + v]
+                    if const_expr(self.anchored and not self.by_bias):
+                        rD[v] = rD[v] * one
+                self.multiply(rD, rows, columns, first)
+                if const_expr(self.split == 1):
+                    cD = coordinates(tCcD, e * values + first, piece, (slab * SLAB_M, col0))
+                else:  # the accumulators of a chunk begin `values` after those of the chunk before
+                    cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
+                factor = one if const_expr(self.by_bias) else None
+                parts = []  # D's chunk and z's
+                if const_expr(self.tma and not self.narrow):
+                    layout = cute.make_layout(piece)
+                    parts = [cute.make_tensor(rOut.iterator + first, layout) for rOut in rOuts]
+                elif const_expr(self.spec.stores_z):
+                    parts = [rD, cute.make_rmem_tensor(piece, Float32)]
+                rZ = parts[1] if const_expr(self.spec.stores_z) else None
+                formula.apply(self.spec, args, rD, cD, extent, outer, factor, rZ)
+                if const_expr(self.gated):
+                    for v in range_constexpr(piece):
+                        rD[v] = rD[v] * acc[at + self.chunks * values + first + v]
+                there = extent
+                if const_expr(self.boxes > 1 and not self.tma):
+                    there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
+                if const_expr(self.narrow):
+                    formula.quantize(self.spec, args, rD, cD, there, rMax)
+                if const_expr(self.tma and self.narrow):
+                    for v in range_constexpr(0, piece, 4):
+                        rOuts[0][(first + v) // 4] = packed(rD, v, self.out_dtype)
+                elif const_expr(self.tma):
+                    parts[0].store(rD.load().to(self.dtype))
+                else:
+                    self.store_direct(rD, cD, gD, there, outer[:2])
+                    if const_expr(self.spec.stores_z):
+                        self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
+            if const_expr(coming is not None):
+                coming.start(i)
+            if const_expr(self.tma):
+                place = (slab, (col0, e), outer_m, batch[0])
+                for which in range_constexpr(len(outs)):
+                    number = const_expr(i * len(outs) + which)
+                    buffer = group * self.buffers + number % self.buffers
+                    pending = const_expr(self.pending(number, share * len(outs)))
+                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+        if const_expr(coming is not None):
+            coming.wait()
+        if const_expr(self.narrow):
+            formula.store_amax(self.spec, args, rMax)
+
+    def scales(self, i: int, args: formula.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
+        """(row scales, column scales) of this CTA's i-th chunk; None for an operand without them.
+
+        corner: the warpgroup's first row and column. loaded: scales of earlier chunks, to which this call adds.
+        """
+        chunk = i if self.split == 1 else rank * (self.slabs * self.chunks // self.split) + i
+        s, e = chunk // self.chunks, chunk % self.chunks
+        rows, columns = ("rows", i if self.split > 1 else s), ("columns", i if self.split > 1 else e)
+        if self.each[0] and rows not in loaded:
+            loaded[rows] = self.scales_of_rows(args.scale_m, corner[0] + s * self.warps_m * SLAB_M, l)
+        if self.each[1] and columns not in loaded:
+            loaded[columns] = self.scales_of_columns(args.scale_n, corner[1] + e * self.epi_n, l)
+        return loaded.get(rows), loaded.get(columns)
+
+    def scales_of_rows(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
+        """Scales of the thread's two rows of the slab whose first row is `first`."""
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        rows = [first + tidx // 32 * 16 + tidx % 32 // 4 + 8 * r for r in range(2)]
+        return [scale[cutlass.min(row, scale.shape[0] - 1), l] for row in rows]
+
+    def scales_of_columns(self, scale: cute.Tensor, first: Int32, l: Int32) -> list:
+        """This lane's share of the column scales of a chunk whose first column is `first`.
+
+        A thread has two columns of every 8, and every fourth lane has the same ones. Those eight lanes load two columns
+        of a different group of 8 each, so a thread does 2 loads instead of 16; `multiply` shuffles them."""
+        lane = cute.arch.lane_idx()
+        columns = [first + lane // 4 * 8 + lane % 4 * 2 + c for c in range(2)]
+        return [scale[cutlass.min(column, scale.shape[0] - 1), l] for column in columns]
+
+    def multiply(self, rD: cute.Tensor, rows: list | None, columns: list | None, first: int) -> None:
+        """Multiply accumulators of a chunk, from index `first` on, by their row and column scales."""
+        lane = cute.arch.lane_idx()
+        for v in range(cute.size(rD)):
+            j, r, c = (first + v) // 4, v // 2 % 2, v % 2  # group of 8 columns; the thread's row, and its column
+            if columns is not None and r == 0:
+                factor = cute.arch.shuffle_sync(columns[c], j * 4 + lane % 4)
+                for other in (v, v + 2):
+                    rD[other] = rD[other] * factor
+            if rows is not None:
+                rD[v] = rD[v] * rows[r]
+
+    def pending(self, number: int, total: int) -> int:
+        """Number of stores that may still read their buffers when store `number` of a tile's `total` writes its own.
+
+        Buffers rotate, but each tile starts at buffer 0, which may be the last one that the previous tile used.
+        """
+        return 0 if number == 0 and total % self.buffers else self.buffers - 1
+
+    def copies(self, tiled_mma_group: cute.TiledMma, sD: cute.Tensor, tidx: Int32) -> tuple:
+        """(copy of a chunk from registers, its (R2S, R2S_M, R2S_N, PIPE) of sD, its shape in registers)"""
+        atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
+        layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
+        copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
+        thread = copy_r2s.get_slice(tidx)
+        return copy_r2s, thread.partition_D(sD), cute.shape(thread.partition_S(sD))[:3]
+
+    def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
+        """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""
+        return cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+
+    @cute.jit
+    def store_chunk(
+        self,
+        copy_r2s: cute.TiledCopy | None,
+        rOut: cute.Tensor,
+        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE); sD itself for FP8
+        store: tuple,  # (TMA atom, its part of sD, its part of gD)
+        buffer: Int32,
+        place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
+        group: Int32,
+        warp: Int32,  # in the warpgroup
+        pending: cutlass.Constexpr,  # earlier stores that may still read their buffers
+    ):
+        """Store a chunk from registers through a buffer of the ring."""
+        tma, bSG_sD, bSG_gD = store
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+        self.sync(group)
+        if const_expr(self.narrow):
+            self.write_words(rOut, tRS_sD, buffer)
+        else:
+            cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync(group)
+        if warp == 0:
+            slab, (col0, e), *outer = place
+            cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, slab, col0 // self.epi_n + e, *outer])
+            cute.arch.cp_async_bulk_commit_group()
+
+    def write_words(self, words: cute.Tensor, sD: cute.Tensor, buffer: Int32) -> None:
+        """Write an FP8 chunk, a word per 8 columns (tile.fp8), to its buffer.
+
+        TMA's swizzle xors address bits 4 and up with bits 7 and up, as many as a buffer row has units of 16 bytes. The
+        stores of a warp have no bank conflicts.
+        """
+        row_bytes = self.epi_n if self.n_major else SLAB_M
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        lane, warp = tidx % 32, tidx // 32
+        g, t = lane // 4, lane % 4
+        base = sD.iterator.toint() + buffer * (SLAB_M * self.epi_n)
+        for j in range(self.epi_n // 8):
+            word = words[j]
+            if self.n_major:  # a row of the buffer is a row of D
+                swizzle = (g * row_bytes >> 3) & (row_bytes - 16)
+                at = base + (warp * 16 + g) * row_bytes + ((j // 2 * 16) ^ swizzle) + j % 2 * 8 + 2 * t
+                store_halves(word, at, at + 8 * row_bytes)
+            else:  # a row is a column of D; a thread of transposed words has one column
+                row, column = warp * 16 + g // 2 * 2, 2 * t + g % 2
+                at = base + (j * 8 + column) * row_bytes
+                swizzle = t * 16
+                store_halves(turned(word, lane), at + (row ^ swizzle), at + ((row + 8) ^ swizzle))
+
+    def blocks(self, gD: cute.Tensor):
+        """The extent of outer_m."""
+        return gD.shape[4 if self.tma else 2]
+
+    @cute.jit
+    def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
+        if const_expr(self.narrow):
+            formula.store_bytes(rD, cD, mD, extent, outer, self.out_dtype)
+        else:
+            for v in range_constexpr(cute.size(rD)):
+                if cute.elem_less(cD[v], extent):
+                    mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
+
+    def sync(self, group):
+        """Synchronize the 128 threads of one warpgroup."""
+        cute.arch.barrier(barrier_id=PRODUCT_STORE + group, number_of_threads=WARPGROUP)
+
+    def drain(self):
+        """Wait until TMA stores have read shared memory, as they must before the CTA exits."""
+        if self.tma:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

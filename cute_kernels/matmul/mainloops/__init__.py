@@ -1,0 +1,1 @@
+"""Mainloops of the GEMM kernels."""

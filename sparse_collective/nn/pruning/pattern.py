@@ -1,0 +1,265 @@
+"""Choosing the pattern: prune once or by a schedule, drop and regrow blocks while training.
+
+change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronisation: nothing
+is planned or compiled again. It takes some 60 small operations of torch, and a temporary copy of one tensor of blocks.
+prune_ lowers the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old
+pattern's tables in it, and must be captured again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...pattern import Pattern, indices_of, ranks, top_keys, top_keys_of_rows
+from ...pattern_update import moved, origins, update_pattern_
+from ..linear import BsrLinear
+from ..module import put_data
+from .scores import Blocks, Scores, magnitude_of, plain
+
+__all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
+
+
+@dataclass(frozen=True)
+class CubicSchedule:
+    """The density at a training step: from `start` to `end`, fast at first and slower as fewer blocks are left.
+
+    density(t) = end + (start - end) * (1 - (t - first) / (last - first)) ** 3 between the steps `first` and `last`.
+    Source: Zhu and Gupta, "To prune, or not to prune", 2017, in densities instead of sparsities.
+
+    Raises:
+        ValueError: densities are not in [0, 1] or rise, or last is not after first.
+    """
+
+    end: float
+    first: int
+    last: int
+    start: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.end <= self.start <= 1:
+            raise ValueError(f"densities must be 0 <= end <= start <= 1, got end={self.end} and start={self.start}")
+        if self.last <= self.first:
+            raise ValueError(f"last must come after first, got {self.first} and {self.last}")
+
+    def __call__(self, step: int) -> float:
+        done = min(1.0, max(0.0, (step - self.first) / (self.last - self.first)))
+        return self.end + (self.start - self.end) * (1 - done) ** 3
+
+
+def cosine_fraction(step: int, fraction: float, last: int) -> float:
+    """The share of blocks to drop and regrow at a step: fraction / 2 * (1 + cos(pi * step / last)), 0 after `last`.
+
+    Source: Evci et al., "Rigging the Lottery" (RigL), 2020.
+    """
+    return 0.0 if step >= last else fraction / 2 * (1 + math.cos(math.pi * step / last))
+
+
+@torch.no_grad()
+def prune_(
+    layer: BsrLinear,
+    density: float | None = None,
+    *,
+    per_row: int | None = None,
+    scores: str | Tensor | Scores = "magnitude",
+    optimizer: torch.optim.Optimizer | None = None,
+) -> BsrLinear:
+    """Keep the stored blocks of highest score, and drop the others; returns the layer.
+
+    Args:
+        layer: a BsrLinear; `values` stays the same Parameter, with fewer blocks.
+        density: of all blocks, stored or not; keeps round(density * blocks).
+        per_row: in place of density, how many blocks each block row keeps. Synchronises.
+        scores: "magnitude", "gradient" (see scores.SCORES), a function of Blocks such as InputNorms, or (nnz,) numbers.
+            NaN ranks first; of equal ones the earlier block.
+        optimizer: whose state follows the blocks, as carry_optimizer_state has it.
+
+    Raises:
+        TypeError: the layer is no BsrLinear, or its values are sharded.
+        ValueError: not exactly one of density and per_row is given, or more blocks are asked for than there are.
+    """
+    _check_layer("prune_", layer)
+    rows, cols = layer.grid
+    if (density is None) == (per_row is None):
+        raise ValueError(f"prune_: give either density or per_row, got {density} and {per_row}")
+    found, old = Blocks.of(layer).score(scores), layer.pattern
+    keys = old.keys()
+    if per_row is not None:
+        shortest = int(old.crow_indices.diff().min()) if rows else 0
+        if not 0 <= per_row <= shortest:
+            raise ValueError(f"prune_: per_row is {per_row}; the shortest block row has {shortest} blocks")
+        grid = torch.full((rows * cols,), -math.inf, device=keys.device)
+        # Ranks in place of scores, so that a stored block of any score comes before an absent one.
+        rank = torch.empty_like(found).scatter_(0, ranks(found).argsort(stable=True), _falling(found))
+        grid.index_copy_(0, keys, rank)
+        new = top_keys_of_rows(grid.view(rows, cols), per_row)
+    else:
+        nnz = round(density * rows * cols) if 0 <= density <= 1 else -1
+        if not 0 <= nnz <= layer.nnz:
+            raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
+        new = keys[top_keys(found, nnz)]
+    if len(new) == layer.nnz:
+        return layer
+    _move(layer, keys, new, optimizer)
+    return layer
+
+
+def _falling(t: Tensor) -> Tensor:
+    """(n,) n - 1, ..., 0"""
+    return torch.arange(len(t) - 1, -1, -1, dtype=t.dtype, device=t.device)
+
+
+@torch.no_grad()
+def change_pattern_(
+    layer: BsrLinear,
+    fraction: float,
+    *,
+    grow: Tensor | str,
+    drop: str | Tensor | Scores = "magnitude",
+    even_rows: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    generator: torch.Generator | None = None,
+) -> BsrLinear:
+    """Drop the stored blocks of lowest score, and store as many others, which begin at zero; returns the layer.
+
+    With grow=DenseGradients(...).block_norms(layer) this is RigL (Evci et al. 2020), with grow="random" SET (Mocanu et
+    al. 2018), of blocks in place of elements. As in RigL a dropped block is among those that may grow: if it does, it
+    keeps its values.
+
+    Args:
+        layer: a BsrLinear. Values, their gradient and the indices are written in place.
+        fraction: in [0, 1], of the stored blocks: round(fraction * nnz) are dropped.
+        grow: (M / bm, K / bk) numbers, of which the highest grow; or "random".
+        drop: how stored blocks are scored, see prune_.
+        even_rows: each block row drops and grows equally many, so that it holds as many as before. Of a layer whose
+            block rows hold equally many.
+        optimizer: whose state follows the blocks, as carry_optimizer_state has it.
+        generator: for grow="random", of the layer's device. In several processes give all the same seed.
+
+    Raises:
+        TypeError: the layer is no BsrLinear, or its values are sharded.
+        ValueError: fraction or grow is wrong, or even_rows is asked of uneven ones.
+    """
+    _check_layer("change_pattern_", layer)
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
+    rows, cols = layer.grid
+    crow, col = (layer._buffers[name] for name in ("crow_indices", "col_indices"))  # see BsrModule.weight
+    values = layer._parameters.get("values")
+    values = layer.values if values is None else values
+    candidates = _grow_scores(grow, (rows, cols), col.device, generator)
+    if even_rows and not layer.weight.even:
+        raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
+    nnz = col.shape[0]
+    if nnz == 0:
+        return layer
+    found = (
+        magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
+    )
+    gradient = values.grad
+    moving = [values] if gradient is None else [values, gradient]
+    moving += _state_of_blocks(optimizer, values, nnz).values()
+    dropped = round(fraction * (nnz // rows if even_rows else nnz))
+    origin = update_pattern_(found, candidates, crow, col, cols, dropped, even_rows)
+    for t in moving:
+        t.copy_(moved(t, origin))
+    layer._pattern_changed(even=even_rows)
+    return layer
+
+
+def _grow_scores(
+    grow: Tensor | str, grid: tuple[int, int], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """(blocks,) float32."""
+    if isinstance(grow, str):
+        if grow != "random":
+            raise ValueError(f'change_pattern_: grow={grow!r}; pass "random" or a tensor of scores')
+        return torch.rand(grid[0] * grid[1], dtype=torch.float32, device=device, generator=generator)
+    if not isinstance(grow, Tensor):
+        raise TypeError(f'change_pattern_: grow must be a tensor or "random", got {type(grow).__name__}')
+    if generator is not None:
+        raise ValueError('change_pattern_: a generator is for grow="random" alone')
+    if tuple(grow.shape) != grid:
+        raise ValueError(f"change_pattern_: grow has shape {tuple(grow.shape)}; the blocks are {grid}")
+    return grow.detach().to(device, torch.float32).flatten()
+
+
+def _check_layer(op: str, layer: BsrLinear) -> None:
+    if not isinstance(layer, BsrLinear):
+        raise TypeError(f"{op} needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
+    if layer._buffers["crow_indices"].is_meta:
+        raise ValueError(f"{op}: the layer is on the meta device, and has no pattern yet")
+    values = layer._parameters.get("values")
+    plain(layer.values if values is None else values)
+
+
+def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    """Store the blocks `new` in place of `keys`, both ascending, and not as many."""
+    values, gradient, pattern = layer.values, layer.values.grad, indices_of(new, *layer.grid)
+    origin = origins(keys, new)
+    gradient = None if gradient is None else moved(gradient, origin)
+    values.grad = None
+    put_data(values, moved(values, origin))
+    values.grad = gradient
+    layer.col_indices = pattern[1]
+    layer.crow_indices.copy_(pattern[0])
+    if optimizer is not None:
+        _carry(optimizer, values, origin, len(keys))
+    layer._random, layer._kept_pattern = False, None
+    layer._adopt()
+
+
+@torch.no_grad()
+def carry_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, old_pattern: Pattern, new_pattern: Pattern
+) -> None:
+    """Move what an optimizer keeps of each block, as Adam's moments, to the block's place in a new pattern.
+
+    New blocks get zeros. State of another shape than one entry a block, as a count of steps, stays. In place where the
+    number of blocks is the same.
+
+    Args:
+        optimizer: its state may be empty, before the first step.
+        parameter: (nnz, bm, bk), the values.
+        old_pattern, new_pattern: of one grid of blocks; `layer.pattern.clone()` before the change and `layer.pattern`
+            after it.
+
+    Raises:
+        ValueError: patterns of other grids, or a state tensor whose first dimension does not count blocks.
+    """
+    grids = [(p.total_rows, p.n_block_cols) for p in (old_pattern, new_pattern)]
+    if grids[0] != grids[1]:
+        raise ValueError(f"carry_optimizer_state: patterns of {grids[0]} and of {grids[1]} blocks")
+    keys, new = old_pattern.keys(), new_pattern.keys()
+    if len(keys):
+        _carry(optimizer, parameter, origins(keys, new), len(keys))
+
+
+def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, nnz: int) -> None:
+    for name, t in _state_of_blocks(optimizer, parameter, nnz).items():
+        new = moved(t, origin)
+        if new.shape == t.shape:
+            t.copy_(new)
+        else:
+            optimizer.state[parameter][name] = new
+
+
+def _state_of_blocks(optimizer: torch.optim.Optimizer | None, parameter: Tensor, nnz: int) -> dict[str, Tensor]:
+    """The optimizer's state per block, by name; empty without an optimizer, or before its first step."""
+    found = {}
+    for name, t in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
+        if not isinstance(t, Tensor):
+            continue
+        shape = t.shape
+        if len(shape) < 2 and t.numel() == 1:
+            continue
+        if not shape or shape[0] != nnz:
+            raise ValueError(
+                f"the optimizer's {name} has shape {tuple(t.shape)}; only state with an entry for each of the {nnz} "
+                "blocks can follow them"
+            )
+        found[name] = plain(t)
+    return found

@@ -1,0 +1,184 @@
+"""block_sparse_attention: results against fp64; the order of its tiles, and what kernels know of element masks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
+
+from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, patterns
+from attention.masks.element_mask import check_extents, element_mask
+from attention.masks.mask_mods import And, Band, RowRange, SameDocument
+from cute_kernels.testing.reference import normal, seed
+
+from ..fuzz.run import RELAXED, settings
+from .mask_parts import BLOCKSIZES, by_head, random_mask
+from .parts import check, qkv, where_fixture  # noqa: F401 (used by name)
+
+CPU = torch.device("cpu")
+
+
+def documents(length, device):
+    return torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(1)).sort(-1).values.int().to(device)
+
+
+def uneven(lengths, device):
+    blocks = torch.rand(4, 6, 8) < 0.2
+    blocks[2, 3] = True
+    return BlockMask.from_blocks(blocks.to(device), (64, 64), lengths=lengths, mask_mod=by_head)
+
+
+def some(*args, **more):
+    return lambda n, dev: random_mask(n, *args, device=dev, **more)
+
+
+DIMS = [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)]
+WIDE = (333, 400)
+CALLS = {  # name: lengths, (lengths, device) -> mask, other operands, terms
+    **{
+        f"{blocks} of {lengths}": (lengths, some(blocks), {"D": 128}, {})
+        for blocks in BLOCKSIZES
+        for lengths in [(256, 512), (300, 130), (129, 450)]
+    },
+    **{
+        f"head_dims {D} and {Dv}, {side}": ((200, 450), some((side, side)), {"D": D, "Dv": Dv}, {})
+        for D, Dv in DIMS
+        for side in (64, 128)
+    },
+    **{f"a mask for {heads}": ((300, 400), some((128, 128), heads), {}, {}) for heads in [(1, 1), (1, 4), (2, 1)]},
+    "causal": ((300, 420), some((64, 64), density=0.6, mask_mod=None), {}, {"causal": True}),
+    "causal mask_mod": ((300, 420), some((64, 64), density=0.6, full=False), {}, {"causal": True}),
+    "softcap and scale": ((200, 300), some((64, 64)), {}, {"softcap": 5.0, "scale": 0.3}),
+    "uneven rows": ((384, 512), uneven, {}, {}),
+    "nothing": ((200, 300), some((128, 128), density=0.0), {}, {}),
+    "window": (WIDE, lambda n, dev: patterns.sliding_window(n, (100, 0), device=dev), {}, {}),
+    "sinks": (
+        WIDE,
+        lambda n, dev: patterns.sliding_window(n, (100, 0), global_columns=10, causal=True, device=dev),
+        {},
+        {},
+    ),
+    "documents": (WIDE, lambda n, dev: patterns.documents(*(documents(length, dev) for length in n)), {}, {}),
+    "dilated": (WIDE, lambda n, dev: patterns.dilated(n, 3, device=dev), {}, {}),
+    "top k": (WIDE, lambda n, dev: patterns.top_k(torch.rand(4, 3, 4).to(dev), 2, lengths=n), {}, {}),
+    "slashes": (
+        WIDE,
+        lambda n, dev: patterns.vertical_slash(*torch.tensor([[5, 290], [0, 130]], device=dev), lengths=n),
+        {},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(where, name):
+    lengths, make, operands, terms = CALLS[name]
+    mask = make(lengths, where)
+    check(*qkv(*lengths, **operands, device=where), block_mask=mask, **terms)
+    assert block_sparse.with_causal(mask) is block_sparse.with_causal(mask), "made once"
+
+
+@settings(max_examples=15, **RELAXED)
+@given(st.data())
+def test_any_documents(where, data):
+    """Element masks that read tensors: documents of any lengths, with any window, in the same two kernels."""
+    lengths = data.draw(st.tuples(st.integers(1, 400), st.integers(1, 400)), "lengths")
+    count, bound = data.draw(st.integers(1, 6), "documents"), st.one_of(st.none(), st.integers(0, 200))
+    cuts = (st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1) for n in lengths)
+    cu = [torch.tensor(sorted(data.draw(each, "cu_seqlens")), device=where) for each in cuts]
+    terms = {"window_size": data.draw(st.tuples(bound, bound), "window"), "causal": data.draw(st.booleans(), "causal")}
+    terms["blocksize"] = data.draw(st.sampled_from([(64, 64), (128, 128)]), "blocksize")
+    torch.manual_seed(data.draw(st.integers(0, 2**20), "seed"))
+    check(*qkv(*lengths, device=where), block_mask=patterns.packed_documents(*cu, lengths=lengths, **terms))
+
+
+@pytest.mark.gpu
+def test_flex_attention_s_mask(path):
+    q, k, v = qkv(512, 640, device="cuda")
+    flex = create_flex_mask(by_head, 2, 4, 512, 640, device="cuda")
+    mask = BlockMask.from_flex(flex)
+    assert torch.equal(block_sparse_attention(q, k, v, flex), block_sparse_attention(q, k, v, mask))
+    check(q, k, v, block_mask=mask)
+
+
+class TestOrder:
+    def order(self, blocks, tile_m=64, **more):
+        mask = BlockMask.from_blocks(blocks, (128, 128))
+        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, **more).tolist()
+
+    def test_equal_rows_keep_theirs(self):
+        assert self.order(torch.ones(2, 3, 4, 5, dtype=torch.bool)) == list(range(2 * 3 * 8))
+
+    def test_long_rows_come_first(self):
+        blocks = torch.zeros(1, 2, 4, 9, dtype=torch.bool)
+        blocks[..., 0] = True
+        blocks[0, 1, 2] = True
+        order = self.order(blocks)
+        assert order[:2] == [8 + 7 - 5, 8 + 7 - 4], "both tiles of the long row; tiles count from the last of a head"
+        assert order[2:] == [n for n in range(16) if n not in order[:2]]
+
+    def test_heads_together(self):
+        """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
+        order = self.order(torch.ones(1, 4, 3, 3, dtype=torch.bool).tril(), 128, l2_heads=2)
+        assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def capturing(value):
+    return lambda b, h, q, kv: q - kv < value
+
+
+class TestElementMasks:
+    def test_keys(self):
+        ids = torch.zeros(3, dtype=torch.int32)
+        key = lambda mask: element_mask(mask, CPU)[0]  # noqa: E731
+        assert element_mask(Band(3, 0), CPU) == element_mask(Band(3, 0), CPU) != element_mask(Band(4, 0), CPU)
+        assert key(SameDocument(ids, ids, False)) == key(SameDocument(more := ids + 1, more, False))
+        assert key(SameDocument(more, ids, False)) == key(SameDocument(ids, more, False))
+        assert key(SameDocument(more, ids, False)) != key(SameDocument(ids.long(), ids, False))
+        three, four = capturing(3), capturing(4)
+        assert element_mask(three, CPU) == element_mask(capturing(3), CPU) != element_mask(four, CPU)
+        assert element_mask(And(RowRange(ids, ids + 0), by_head), CPU)[0].tensors == [("int32", 1, 0)] * 2
+
+    def test_tensors(self):
+        """Each once, as views: a bool is a byte, a scalar has a dimension, and strides stay."""
+        flags, table, scalar = torch.ones(4, dtype=torch.bool), torch.zeros(5, 8).t(), torch.tensor(3)
+        mask, tensors = element_mask(lambda b, h, q, kv: flags[q] & flags[kv] & (table[q, h] < scalar), CPU)
+        assert mask.tensors == [("bool", 1, 0), ("float32", 2, None), ("int64", 1, 0)]
+        assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in (flags, table, scalar)]
+        assert [t.dtype for t in tensors] == [torch.uint8, torch.float32, torch.int64]
+
+    @pytest.mark.parametrize(
+        "mask_mod, text",
+        [
+            (lambda b, h, q, kv: q - kv, "must return a bool tensor, got a tensor of torch.int32"),
+            (lambda b, h, q, kv: q < torch.zeros(3), "as a whole; index it by b, h, q or kv"),
+            (lambda b, h, q, kv: torch.zeros(3, dtype=torch.uint8)[q] > 0, "kernels have float32, bfloat16"),
+        ],
+    )
+    def test_what_no_kernel_can_take(self, mask_mod, text):
+        with pytest.raises(TypeError, match=text):
+            element_mask(mask_mod, CPU)
+
+    def test_a_tensor_that_is_too_short(self):
+        ids = torch.zeros(200, dtype=torch.int32)
+        mask, tensors = element_mask(lambda b, h, q, kv: ids[q] == ids[kv // 2], CPU)
+        check_extents(mask, tensors, 1, 1, (200, 1000))
+        with pytest.raises(IndexError, match=r"dimension 0 of a tensor of shape \(200,\) with q, which goes up to 200"):
+            check_extents(mask, tensors, 1, 1, (201, 1000))
+
+
+def test_causal_bound_that_becomes_an_argument(place):
+    """A causal mask's bound is a constant of its first kernel and an argument from its second value on; masks of the
+    same function made before and after take a kernel of their own."""
+    seed(3)
+    for rows, cols in ((128, 128), (256, 128), (128, 128)):
+        reach = torch.arange(rows, device=place) + 1
+        near = lambda b, h, q, kv, reach=reach: (q - kv).abs() < reach[q]  # noqa: E731
+        q, kv = normal(1, 2, rows, 64, device=place), normal(1, 2, cols, 64, device=place)
+        mask = create_block_mask(near, None, None, rows, cols, device=place)
+        found = block_sparse_attention(q, kv, kv, mask, causal=True)
+        i, j = torch.arange(rows, device=place)[:, None], torch.arange(cols, device=place)
+        seen = ((i - j).abs() < i + 1) & (j <= i + cols - rows)
+        scores = (q.double() @ kv.double().mT / 8).masked_fill(~seen, -torch.inf)
+        exact = scores.softmax(-1).nan_to_num(0.0) @ kv.double()
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,470 @@
+"""Block-sparse matrices whose blocks are 2:4 sparse: the matrix, products, refusals, kernels, emulator and GPU."""
+
+import contextlib
+import copy
+import io
+import re
+import shutil
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import Sparse24, explain, prune_2_4
+from cute_kernels.arch import ARCHS
+from cute_kernels.dtypes import TORCH
+from cute_kernels.matmul.config import BlockFacts
+from cute_kernels.runtime.inspect import disassemble
+from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch, normal, poisoned
+from sparse_collective import (
+    Bsr24,
+    BsrMatrix,
+    bsr_gated_linear,
+    bsr_grouped_linear,
+    bsr_linear,
+    bsr_matmul,
+    random_bsr,
+    sddmm,
+)
+from sparse_collective.bsr24.family import BSR24
+from sparse_collective.nn import BsrLinear
+
+from ..compiled import cubin
+from ..emulator import emulate
+from ..emulator.ops import on_emulator
+from .bsr_parts import BOTH_OPS, FORMS, assert_same, batch, bsr
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BLOCKS = [(128, 128), (64, 64), (256, 64), (192, 192)]
+needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
+
+
+def holes(W: BsrMatrix) -> BsrMatrix:
+    """W with elements of its blocks set to zero at random, so that groups have fewer than two nonzeros."""
+    return W.with_values(W.values * (torch.rand(W.values.shape, device=W.device) > 0.2).to(W.dtype))
+
+
+def sparse(pattern="power_law", block=(128, 128), device="cpu", **more) -> Bsr24:
+    return holes(bsr(pattern, block, device, **more)).prune_2_4()
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_pruning_keeps_two_of_four_in_a_row(block, dtype):
+    W = holes(bsr("power_law", block, dtype=dtype))
+    V = W.prune_2_4()
+    assert torch.equal(V.to_dense(), prune_2_4(W.to_dense())) and V.dtype == dtype
+    assert V.shape == W.shape and V.blocksize == block and V.nnz == W.nnz and V.density == W.density
+    assert V.values.shape == (W.nnz, block[0], block[1] // 2)
+    assert V.metadata.shape == (W.nnz, block[1] // 64, block[0] // 64, 128)
+    assert_same(V.to_bsr(), W.with_values(prune_2_4(W.values)))
+    again = Bsr24.from_bsr(V.to_bsr())
+    assert torch.equal(again.values, V.values) and torch.equal(again.metadata, V.metadata)
+
+
+def test_a_block_has_the_metadata_of_a_matrix_of_its_own():
+    V = sparse(block=(192, 128))
+    for number, block in enumerate(V.to_bsr().values):
+        of_block = Sparse24.from_dense(block)
+        assert torch.equal(V.values[number], of_block.values)
+        assert torch.equal(V.metadata[number], of_block.metadata[:2, :3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches(form):
+    W, _ = batch(form)
+    V = W.prune_2_4()
+    assert torch.equal(V.to_dense(), prune_2_4(W.to_dense())) and V.batch == form and V.shape == W.shape
+    assert V.metadata.shape == (*W.values.shape[:-2], 1, 1, 128)
+
+
+def test_a_transposed_view_and_patterns_without_blocks():
+    W = bsr("power_law", (128, 64))
+    assert torch.equal(W.t().prune_2_4().to_dense(), prune_2_4(W.to_dense().t()))
+    for shape in ((0, 128), (128, 0), (256, 256)):
+        V = random_bsr(shape, (64, 64), density=0.0).prune_2_4()
+        assert V.nnz == 0 and V.to_dense().shape == shape and V.metadata.shape == (0, 1, 1, 128)
+
+
+def test_the_pattern_s_tensors_are_its_own():
+    """What is known of a pattern is kept with its tensors, and here the blocks are narrower."""
+    W = random_bsr((256, 256), (128, 128), per_row=1)
+    V = W.prune_2_4()
+    assert V.even and V.crow_indices is not W.crow_indices and W.even
+    V.check_indices()
+    assert V.checked and torch.equal(V.col_indices, W.col_indices)
+
+
+def test_it_is_moved_copied_and_saved():
+    V = sparse()
+    assert V.to(BF16) is V and V.to("cpu") is V and V.cpu() is V
+    half = V.to(FP16)
+    assert half.dtype == FP16 and torch.equal(half.to_dense().float(), V.to_dense().to(FP16).float())
+    meta = V.to("meta")
+    assert meta.device.type == meta.metadata.device.type == "meta" and meta.shape == V.shape
+    file = io.BytesIO()
+    torch.save(V, file)
+    file.seek(0)
+    for other in (copy.copy(V), copy.deepcopy(V), torch.load(file, weights_only=True)):
+        assert torch.equal(other.to_dense(), V.to_dense())
+    assert copy.deepcopy(V).metadata is not V.metadata
+    assert repr(V).startswith("Bsr24(shape=(384, 640), blocksize=(128, 128), nnz=")
+    dense = V.to_bsr()
+    assert V.nbytes < 0.57 * dense.values.nbytes + 64
+
+
+def test_a_module_keeps_it_as_tensors():
+    V, module = sparse(), torch.nn.Module()
+    names = "crow_indices", "col_indices", "values", "metadata"
+    for name in names:
+        module.register_buffer(name, getattr(V, name))
+    crow, col, values, metadata = (module.state_dict()[name] for name in names)
+    M, K = V.shape
+    again = Bsr24(BsrMatrix(crow, col, values, (M, K // 2)), metadata)
+    assert torch.equal(again.to_dense(), V.to_dense()) and again.values.data_ptr() == V.values.data_ptr()
+
+
+def other_metadata(V: Bsr24, change):
+    return lambda: Bsr24(V.compressed, change(V.metadata))
+
+
+def wrong() -> list:
+    W = random_bsr((128, 256), (128, 128), per_row=1)
+    V = W.prune_2_4()
+    narrow = random_bsr((128, 96), (32, 96), per_row=1)
+    return [
+        (lambda: Bsr24.from_bsr(W), ValueError, r"row 0 of stored block 0, columns 0 to 3; W.prune_2_4\(\)"),
+        (lambda: narrow.prune_2_4(), ValueError, "blocks of 32x96; .*multiples of 64 rows and 64 columns"),
+        (lambda: Bsr24.from_bsr(narrow), ValueError, "blocks of 32x96"),
+        (lambda: Bsr24.from_bsr(W.quantize()), ValueError, "row 0 of stored block 0, columns 0 to 3"),
+        (lambda: Bsr24.from_bsr(W.to_dense()), TypeError, "must be a BsrMatrix, got Tensor"),
+        (lambda: Bsr24(W.values, V.metadata), TypeError, "must be a BsrMatrix, got Tensor"),
+        (lambda: V.quantize(per="row"), ValueError, "known are 'block' and 'tensor'"),
+        (lambda: Bsr24(random_bsr((64, 64), (64, 64), per_row=1).t(), V.metadata), ValueError, "transposed view"),
+        (lambda: Bsr24(random_bsr((64, 48), (64, 48), per_row=1), V.metadata), ValueError, "blocks of 64x96"),
+        (other_metadata(V, lambda t: t.long()), TypeError, "torch.int32, got a torch.strided tensor of torch.int64"),
+        (other_metadata(V, lambda t: t[:, :1]), ValueError, r"must be \(1, 2, 2, 128\), contiguous"),
+        (other_metadata(V, lambda t: t.to("meta")), ValueError, "metadata are on meta"),
+        (lambda: BsrLinear.from_bsr(V), TypeError, r"no gradients; Bsr24Linear.from_bsr\(W, bias\)"),
+        (lambda: sddmm(normal(128, 8), normal(8, 256), V), TypeError, "pattern must be a BsrMatrix, got Bsr24"),
+        (lambda: torch.add(V, V), TypeError, "add does not take a Bsr24; .*bsr_linear"),
+        (lambda: normal(4, 128) @ V, TypeError, "left operand alone.*W.to_bsr"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_what_is_refused(number):
+    call, error, words = wrong()[number]
+    with pytest.raises(error, match=words):
+        call()
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+def check(op, V: Bsr24, b, *, out=None, bias=None, activation=None, residual=None):
+    """A product against fp64 products of the same numbers."""
+    given = {"bias": bias, "activation": activation, "out": out}
+    ours = op(b, V, **given) if op is bsr_linear else op(V, b, residual=residual, **given)
+    dense = V.to_dense()
+
+    def result(dtype):
+        x = torch.matmul(b.to(dtype), dense.to(dtype).mT) if op is bsr_linear else dense.to(dtype) @ b.to(dtype)
+        x = x if bias is None else x + bias.to(dtype)
+        return ACTIVATIONS[activation](x if residual is None else x + residual.to(dtype))
+
+    assert_as_good_as_torch(ours, result(FP64), result(FP32).to(ours.dtype), k=V.shape[-1])
+    return ours
+
+
+def operand(op, V: Bsr24, n: int, batch=()):
+    K, more = V.shape[-1], {"dtype": V.dtype, "device": V.device}
+    return normal(*batch, n, K, **more) if op is bsr_linear else normal(*batch, K, n, **more)
+
+
+def result(op, V: Bsr24, n: int, batch=(), dtype=None):
+    shape = (n, V.shape[-2]) if op is bsr_linear else (V.shape[-2], n)
+    return poisoned(*batch, *shape, dtype=dtype or V.dtype, device=V.device)
+
+
+def calls(device: str, dtype, grid=(3, 5)) -> None:
+    """Blocks of several sides, patterns with empty rows, both ops, tails, layouts, terms of an epilogue, batches."""
+    for block, pattern in (((128, 128), "power_law"), ((64, 64), "empty_rows"), ((256, 64), "bernoulli")):
+        V = sparse(pattern, block, device, dtype=dtype, grid=grid)
+        M, K = V.shape
+        for op in (bsr_matmul, bsr_linear):
+            b, out = operand(op, V, 200), result(op, V, 200)
+            assert check(op, V, b, out=out) is out
+            bias = torch.randn(M if op is bsr_linear else 200, device=device)
+            check(op, V, operand(op, V, 72), bias=bias[: M if op is bsr_linear else 72], activation="gelu")
+        check(bsr_matmul, V, normal(72, K, dtype=dtype, device=device).t(), residual=result(bsr_matmul, V, 72).zero_())
+        check(bsr_linear, V, operand(bsr_linear, V, 1), out=result(bsr_linear, V, 1, dtype=FP32))
+    check(bsr_linear, V, normal(3, 5, K, dtype=dtype, device=device))
+    check(bsr_matmul, V, normal(2, K, 40, dtype=dtype, device=device))
+    even = holes(random_bsr((256, 384), (128, 128), per_row=2, dtype=dtype, device=device)).prune_2_4()
+    check(bsr_linear, even, operand(bsr_linear, even, 264), activation="silu")
+    for form in FORMS:
+        V = batch(form, (64, 64), device, dtype=dtype, grid=(2, 3), names=("power_law", "no_blocks"))[0].prune_2_4()
+        check(bsr_matmul, V, operand(bsr_matmul, V, 72, (V.shape[0],)), out=result(bsr_matmul, V, 72, (V.shape[0],)))
+        grouped(V)
+
+
+def grouped(V: Bsr24) -> None:
+    """Runs of 64 tokens, one of them of nobody."""
+    items = V.shape[0]
+    groups = torch.tensor([*range(items), items, 0], dtype=torch.int32, device=V.device)
+    x = normal(64 * len(groups), V.shape[-1], dtype=V.dtype, device=V.device)
+    bias = torch.randn(items, V.shape[-2], device=V.device)
+    ours, dense = bsr_grouped_linear(x, V, expert_ids=groups, bias=bias), V.to_dense()
+
+    def exact(dtype):
+        runs = [
+            run.to(dtype) @ (dense[min(g, items - 1)] * (g < items)).to(dtype).mT + bias[min(g, items - 1)].to(dtype)
+            for run, g in zip(x.unflatten(0, (-1, 64)), groups.tolist(), strict=True)
+        ]
+        return torch.cat(runs)
+
+    assert_as_good_as_torch(ours, exact(FP64), exact(FP32).to(ours.dtype), k=V.shape[-1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_calls_on_the_cpu(dtype):
+    calls("cpu", dtype)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_calls_on_the_emulator():
+    with on_emulator("sm_90", sms=4, seed=5):
+        calls("cpu", BF16, (2, 3))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_calls_of_mma_sp_on_the_emulator():
+    with on_emulator("sm_80", sms=4, seed=5):
+        V = sparse("power_law", (128, 128), dtype=FP16, grid=(2, 3))
+        check(bsr_linear, V, operand(bsr_linear, V, 72), out=result(bsr_linear, V, 72))
+        check(bsr_matmul, V, operand(bsr_matmul, V, 133), activation="silu", out=result(bsr_matmul, V, 133))
+        grouped(batch("patterns", (64, 64), dtype=FP16, grid=(2, 3), names=("power_law", "no_blocks"))[0].prune_2_4())
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+@BOTH_OPS
+def test_wide_numbers_on_the_cpu(op, dtype):
+    V = sparse(dtype=dtype)
+    b = operand(op, V, 24)
+    ours = op(b, V) if op is bsr_linear else op(V, b)
+    exact = b.double() @ V.to_dense().double().t() if op is bsr_linear else V.to_dense().double() @ b.double()
+    assert ours.dtype == dtype and (ours - exact).abs().max() < (1e-3 if dtype is FP32 else 1e-10)
+
+
+def test_torch_s_functions():
+    V, x = sparse(), normal(24, 640)
+    bias = torch.randn(384, dtype=BF16)
+    assert torch.equal(torch.nn.functional.linear(x, V, bias), bsr_linear(x, V, bias=bias))
+    assert torch.equal(V @ x.t(), bsr_matmul(V, x.t())) and torch.equal(torch.matmul(V, x.t()), V @ x.t())
+    assert torch.equal(V @ x[0], bsr_linear(x[0], V))
+    double = bsr_linear(x, V, epilogue=lambda t: t * 2.0)
+    assert torch.equal(double, 2.0 * bsr_linear(x, V))
+
+
+def test_a_gate_is_torch_s():
+    V, x = sparse(block=(128, 64)), normal(24, 320)
+    assert torch.equal(bsr_gated_linear(x, V), bsr_gated_linear(x, V.to_bsr()))
+    assert "not fused" in str(explain(bsr_gated_linear, x, V, arch="sm_90"))
+
+
+@pytest.mark.parametrize(("shape", "n"), [((0, 128), 8), ((128, 0), 8), ((128, 128), 0), ((128, 128), 8)], ids=str)
+def test_empty_products(shape, n):
+    V = random_bsr(shape, (64, 64), density=0.0).prune_2_4()
+    out = bsr_linear(torch.ones(n, shape[1], dtype=BF16), V, bias=torch.ones(shape[0]))
+    assert out.shape == (n, shape[0]) and (out == 1).all()
+
+
+def test_plans():
+    x = torch.empty(8192, 8192, dtype=BF16, device="meta")
+    for block in ((128, 128), (256, 128)):
+        V = random_bsr((8192, 8192), block, per_row=8).prune_2_4().to("meta")
+        plan = explain(bsr_linear, x, V, arch="sm_90")
+        assert plan.facts.family == "bsr24" and "2:4" in str(plan)
+    assert explain(bsr_linear, x, V.to_bsr(), arch="sm_90").facts.family == "bsr"
+    assert "CPU" in str(explain(bsr_matmul, sparse(), normal(640, 8)))
+
+
+def refusals() -> list:
+    V, x = sparse(), normal(24, 640)
+
+    def leaf(t):
+        return t.clone().requires_grad_()
+
+    def of(values):
+        return Bsr24(V.compressed.with_values(values), V.metadata)
+
+    return [
+        (lambda: bsr_linear(x[:, :512], V), ValueError, "W is 384x640 and x"),
+        (lambda: bsr_linear(x.half(), V), TypeError, "x is torch.float16 but W is torch.bfloat16"),
+        (lambda: bsr_linear(x, V, scale_x=torch.ones(1)), TypeError, "scale_x of torch.bfloat16 operands"),
+        (lambda: bsr_matmul(V, x.t(), use_fast_accum=True), ValueError, "use_fast_accum of torch.bfloat16"),
+        (lambda: bsr_linear(leaf(x), V), RuntimeError, "bsr_linear of a Bsr24 does not compute gradients"),
+        (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
+        (lambda: bsr_linear(x, V, bias=leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
+        (lambda: bsr_gated_linear(leaf(x), V), RuntimeError, "does not compute gradients"),
+        (lambda: bsr_grouped_linear(x, V, expert_ids=torch.zeros(1).int()), ValueError, "W is one matrix"),
+        (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix or a"),
+        (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
+        (lambda: explain(bsr_linear, x.half(), V.to(FP16), accumulation_dtype=FP16), ValueError, "in fp32 alone"),
+        (lambda: explain(bsr_linear, x, V, out_dtype=torch.float8_e5m2), ValueError, "no float8 outputs"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_refusals(number):
+    call, error, words = refusals()[number]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_vmap(place):
+    V, x = sparse().to(place), normal(2, 24, 640, device=place)
+    y = torch.func.vmap(lambda x: bsr_linear(x, V))(x)
+    assert torch.equal(y, torch.stack([bsr_linear(item, V) for item in x]))
+
+
+def test_paths():
+    """Ampere and Ada have mma.sp, and Hopper where TMA cannot read x, or where it is asked for."""
+    V, x = sparse(), normal(24, 641)[:, 1:]
+    for arch in ("sm_80", "sm_86", "sm_89"):
+        assert explain(bsr_linear, x, V, arch=arch).facts.path == "sm_80"
+        assert "not fused" in str(explain(bsr_gated_linear, x, V, arch=arch))
+    assert "not on path sm_90: B's address" in str(explain(bsr_linear, x, V, arch="sm_90"))
+    with cute_kernels.path("sm_80"):
+        assert explain(bsr_linear, normal(24, 640), V, arch="sm_90").facts.path == "sm_80"
+    with cute_kernels.path("sm_90"), pytest.raises(ValueError, match=r"bsr_linear: .*16 bytes.*; W.to_bsr\(\)"):
+        explain(bsr_linear, x, V, arch="sm_90")
+
+
+def test_wrong_indices_are_seen():
+    V = sparse()
+    crow = V.crow_indices.clone()
+    crow[-1] += 1
+    wrong = Bsr24(BsrMatrix(crow, V.col_indices, V.values, (384, 320)), V.metadata)
+    with pytest.raises(ValueError, match="crow_indices"):
+        bsr_linear(normal(24, 640), wrong)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+KERNELS = [facts for facts in BSR24.catalogue("sm_90") if facts.element.width == 2]
+AMPERE = BSR24.catalogue("sm_80")
+
+
+def titled(kernels) -> list:
+    marks = [getattr(pytest.mark, facts.spec.name) for facts in kernels]
+    return [pytest.param(facts, id=BSR24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
+
+
+def test_each_architecture_has_kernels():
+    assert len(KERNELS) == len({BSR24.title(facts) for facts in KERNELS}) > 60
+    for name, spec in ARCHS.items():
+        own = {facts.config for facts in BSR24.catalogue(name) if facts.path == spec.path}
+        for block in BLOCKS:
+            assert own >= set(BSR24.candidates(spec.path, BlockFacts(*block, "int32"), spec))
+        assert not BSR24.candidates(spec.path, BlockFacts(32, 32, "int32"), spec)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_products_are_sparse_ones(arch):
+    facts = (AMPERE if arch == "sm_80" else KERNELS)[0]
+    sass = disassemble(cubin(facts))
+    products = set(re.findall(r"HG?MMA\S*", sass))
+    assert products == {"HMMA.SP.16832.F32.BF16" if arch == "sm_80" else "HGMMA.SP.64x192x32.F32.BF16"}
+
+
+def configurations() -> list:
+    """Facts of each configuration, of the first block that has it."""
+    kernels = [facts for facts in reversed(KERNELS + AMPERE) if facts.transposed and facts.majors[1] == "k"]
+    found = {facts.config: facts for facts in kernels if facts.path == facts.spec.path}
+    return [facts for facts in found.values() if not facts.block.batch and facts.aligns == (8, 8, 8)]
+
+
+def on_the_emulator(facts, seed: int) -> None:
+    """An empty row and a full one, columns beyond the last tile, addresses of metadata of blocks far from the first."""
+    cfg, (bm, bk), dtype = facts.config, (facts.block.bm, facts.block.bk), TORCH[facts.dtype]
+    pattern = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)
+    V, n = sparse(pattern, (bm, bk), dtype=dtype), cfg.tile_n * cfg.cluster_n + 40
+    x, d = operand(bsr_linear, V, n), result(bsr_linear, V, n, dtype=TORCH[facts.out_dtype])
+    with emulate.emulator(sms=4, seed=seed):
+        pattern = V.crow_indices, V.col_indices, None, None, V.metadata
+        emulate.emulated(facts)(*pattern, V.values, x, d, None, None, None, 1.0, 1.0, *facts.counts(1, 4))
+    dense = V.to_dense()
+    expected = (x.float() @ dense.float().t()).to(d.dtype)
+    assert_as_good_as_torch(d, x.double() @ dense.double().t(), expected, k=V.shape[1])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", titled([f for f in configurations() if f.epilogue.is_light]))
+def test_configurations_on_the_emulator(facts):
+    on_the_emulator(facts, 3)
+
+
+@needs_compiler
+def test_metadata_of_another_block_are_seen_on_the_emulator():
+    """A planted fault: each block has those of the next one."""
+    facts, seen = KERNELS[0], []
+    with emulate.emulator(sms=4):
+        V = sparse(torch.ones(1, 3, dtype=torch.bool), (128, 128))
+        x, d = operand(bsr_linear, V, 40), result(bsr_linear, V, 40)
+        shifted = V.metadata.roll(1, 0).contiguous()
+        for metadata in (V.metadata, shifted):
+            pattern = V.crow_indices, V.col_indices, None, None, metadata
+            emulate.emulated(facts)(*pattern, V.values, x, d, None, None, None, 1.0, 1.0, *facts.counts(1, 4))
+            seen.append((d - x.float() @ V.to_dense().float().t()).abs().max().item())
+    assert seen[0] < 1 < seen[1]
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [None, "sm_80"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_calls_on_a_gpu(dtype, path):
+    with cute_kernels.path(path) if path else contextlib.nullcontext():
+        calls("cuda", dtype)
+
+
+@pytest.mark.gpu
+@BOTH_OPS
+@pytest.mark.parametrize("block", [*BLOCKS, (512, 128)], ids=str)
+def test_large_products(op, block):
+    """Of few and many columns; the same bits each time, as BsrMatrix's product of the same numbers has them."""
+    V = holes(random_bsr((block[0] * 16, block[1] * 24), block, density=0.3, device="cuda")).prune_2_4()
+    for n in (1, 16, 64, 200, 1536):
+        b, out, again = operand(op, V, n), result(op, V, n), result(op, V, n)
+        bias = torch.randn(V.shape[0] if op is bsr_linear else n, device="cuda")
+        check(op, V, b, out=out, bias=bias, activation="gelu")
+        check(op, V, b, out=again, bias=bias, activation="gelu")
+        assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+def test_values_and_metadata_change_in_a_graph():
+    V = holes(random_bsr((512, 768), (128, 128), density=0.4, device="cuda")).prune_2_4()
+    V.check_indices()
+    x, out = operand(bsr_linear, V, 256), result(bsr_linear, V, 256)
+    bsr_linear(x, V, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bsr_linear(x, V, out=out)
+    for _ in range(2):
+        other = V.to_bsr().with_values(normal(*V.to_bsr().values.shape, device="cuda")).prune_2_4()
+        V.values.copy_(other.values)
+        V.metadata.copy_(other.metadata)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, bsr_linear(x, V))
