@@ -40,7 +40,14 @@ STYLES = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
 MOST_DETAILS = 40  # lines per gate on the page and in the file
 TEST_LIMIT = 900  # seconds for the tests of a gate, including compilation, and for compute-sanitizer
 MOST_JOBS = 32  # processes of pytest; each holds a CUDA context of some 500 MB
-CORRECTNESS = ("dense", "attention_gpu", "conformance", "bsr_gemm", "packed", "decode")
+CORRECTNESS = (
+    "cute_kernels/test_dense",
+    "attention/test_gpu",
+    "test_conformance",
+    "sparse_collective/test_bsr_gemm",
+    "attention/test_packed",
+    "attention/test_decode",
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,8 @@ def judged(name: str, problems: list[str], passed: str, failed: str) -> Gate:
 
 
 def run_tests(name: str, marker: str, files: Iterable[str], jobs: int) -> Gate:
-    """Run the tests of tests/test_<file>.py that have a marker, in a process of their own."""
-    arguments = [*(f"tests/test_{file}.py" for file in files), "-m", marker, "-W", "ignore"]
+    """Run the tests of tests/<file>.py that have a marker, in a process of their own."""
+    arguments = [*(f"tests/{file}.py" for file in files), "-m", marker, "-W", "ignore"]
     arguments += ["-n", str(jobs)] if importlib.util.find_spec("xdist") else []
     report = gpu_record.tests(arguments, TEST_LIMIT, show=False)
     problems = [f"{failure['name']}: {failure['message']}" for failure in report["failures"]]
