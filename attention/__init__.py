@@ -1,7 +1,6 @@
 """Flash attention on the iterators of `cute_kernels`: dense, block-sparse, packed, and for decoding."""
 
-from . import score_mods
-from .masks import mask_mods, patterns
+from .masks import mask_mods, patterns, score_mods
 from .masks.block_mask import BlockMask, create_block_mask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
