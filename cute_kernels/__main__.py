@@ -69,7 +69,7 @@ def arch_target(name: str) -> str:
 def block_shape(text: str) -> tuple[int, int]:
     """ "128x64" -> (128, 64)"""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
-    sides = tuple(int(side) for side in match.groups()) if match else (0, 0)
+    sides = (int(match[1]), int(match[2])) if match else (0, 0)
     if not all(sides) or any(side % MMA_M for side in sides):
         raise ValueError(f"{text!r} is not a block shape; use rows x columns in multiples of {MMA_M}, such as 128x64")
     return sides
@@ -115,8 +115,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON list to stdout, and nothing else")
     sub.set_defaults(run=run_inspect)
 
-    about = {"help": "write an ahead-of-time bundle", "epilog": EPILOG}
-    sub = commands.add_parser("compile", parents=[jobs], formatter_class=raw, **about)
+    about = "write an ahead-of-time bundle"
+    sub = commands.add_parser("compile", parents=[jobs], formatter_class=raw, help=about, epilog=EPILOG)
     listed(
         sub, "--arch", arch_target, (), metavar="A,B", help="such as sm_90a,sm_89; default with --calls: as recorded"
     )
@@ -195,7 +195,7 @@ def requested(args: argparse.Namespace) -> list:
     try:
         return [facts for arch in archs for facts in bundle_facts(ops, Request(arch, **options))]
     except ValueError as error:
-        args.parser.error(str(error))
+        return args.parser.error(str(error))
 
 
 def run_compile(args: argparse.Namespace) -> int:
@@ -204,11 +204,13 @@ def run_compile(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     writer = BundleWriter(args.out)
     jobs = max(1, min(args.jobs, len(facts)))
-    size, minutes = len(facts) * KERNEL_BYTES / 1e6, len(facts) * KERNEL_SECONDS / jobs / 60
-    about = f"about {size:.1f} MB and {minutes:.1f} minutes with {jobs} processes"
+    megabytes, minutes = len(facts) * KERNEL_BYTES / 1e6, len(facts) * KERNEL_SECONDS / jobs / 60
+    about = f"about {megabytes:.1f} MB and {minutes:.1f} minutes with {jobs} processes"
     print(f"compiling {len(facts)} kernels into {args.out}: {about}", file=sys.stderr, flush=True)
     named = [(f, keys.function_name(writer.key(f))) for f in facts]
-    count, size, failures = Counter(), Counter(), []
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    failures = []
     for outcome in with_progress("compiling", compile_object, named, args.jobs):
         kernel = outcome.item[0]
         if outcome.error:
@@ -242,6 +244,7 @@ def run_cache(args: argparse.Namespace) -> int:
         print("The cache is off in this environment: CUTE_KERNELS_CACHE=0.")
     cache = KernelCache(disk=True)
     root = cache.directory
+    assert root is not None
     folders = [p for p in root.iterdir() if re.fullmatch("[0-9a-f]{16}", p.name)] if root.is_dir() else []
     kernels, size = kernels_in(folders)
     current = keys.folder_name(keys.source_fingerprint(), keys.versions())

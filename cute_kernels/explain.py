@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING
 
 from .fp8.quantized import Quantized, unpacked_arguments
-from .runtime.device import assume, assumed
+from .runtime.device import assume
 
 if TYPE_CHECKING:
     from .matmul.plan import Plan
     from .report import KernelReport
 
-_PLANNERS = {}
+_PLANNERS: dict[Callable, Callable] = {}  # op -> the function that plans its calls
 
 
 def explains(op, planner) -> None:
@@ -56,10 +57,9 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     args, kwargs = bound_arguments(op, args, kwargs)
     if arch is None:
         return planner(*args, **kwargs)
-    with assume(arch):
+    with assume(arch) as (spec, sms):
         plan = planner(*args, **kwargs)
         if plan.facts is not None:
-            spec, sms = assumed()
             plan.notes.append(f"planned for {spec.name} with {sms} multiprocessors, by the cost model")
         return plan
 

@@ -36,7 +36,8 @@ def _reaches(terms: list[tuple[int, int]], total: int) -> bool:
     rest = [0]  # largest sum of the terms from i on
     for stride, most in reversed(terms):
         rest.insert(0, rest[0] + stride * most)
-    pending, seen = [(0, total)], set()
+    pending = [(0, total)]
+    seen: set[tuple[int, int]] = set()
     while pending:
         i, left = pending.pop()
         if not 0 <= left <= rest[i] or (i, left) in seen:

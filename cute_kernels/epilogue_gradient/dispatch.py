@@ -44,7 +44,7 @@ def epilogue_gradient(
     partial = dy.new_empty(parts, cols, dtype=torch.float32) if sums else None
     matrices = (dy, saved, dz) if dy.dim() == 2 else (t.view(rows, cols) for t in (dy, saved, dz))
     function(*matrices, partial, parts)
-    return dz, partial.sum(0) if sums else None
+    return dz, None if partial is None else partial.sum(0)
 
 
 @functools.lru_cache(1024)

@@ -95,8 +95,8 @@ class PlanCache:
 
     def __init__(self, operands: int = 2):
         self.operands, self.three = operands, operands == 3
-        self.plans: dict[tuple, CallPlan] = {}
-        self.recent: dict[tuple, list] = {}  # terms -> a few of (test of tensors, True if one requires grad, plan)
+        self.plans: dict[tuple | None, CallPlan] = {}
+        self.recent: dict[tuple | None, list] = {}  # terms -> a few of (test of tensors, one requires grad, plan)
 
     def known(self, terms: tuple | None, tensors: tuple, out) -> CallPlan | None:
         """The cached plan of a call with the same terms and metadata, or None.

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     value: Any
     state: Any
     number: int | None  # handle of the stream that it was computed on
-    done: torch.cuda.Event | None  # recorded on that stream after the computation
+    done: Any  # torch.cuda.Event recorded on that stream after the computation; None if it was on the CPU
     pinned: bool = False  # returned during a capture; a CUDA graph reads its tensors at each replay
 
 

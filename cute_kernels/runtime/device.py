@@ -65,9 +65,10 @@ def assume(arch: str, sms: int | None = None):
     For planners only, which do not cache plans: an op called inside would launch a kernel that was not compiled.
     """
     spec = arch_named(arch)
-    token = _ASSUMED.set(Assumed(spec, sms or MULTIPROCESSORS[spec.name]))
+    gpu = Assumed(spec, sms or MULTIPROCESSORS[spec.name])
+    token = _ASSUMED.set(gpu)
     try:
-        yield
+        yield gpu
     finally:
         _ASSUMED.reset(token)
 

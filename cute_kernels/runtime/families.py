@@ -166,7 +166,7 @@ def known_ops() -> tuple[str, ...]:
 
 def bundle_facts(ops: Iterable[str], request: Request) -> list:
     """Facts of common calls of `ops`, without duplicates; raises ValueError for an unknown op."""
-    found = {}
+    found: dict[Any, None] = {}
     for op in ops:
         if op not in known_ops():
             raise ValueError(f"unknown operation {op!r}; known are {', '.join(known_ops())}")

@@ -106,7 +106,7 @@ def frame(cubin: bytes, arch: str) -> Frame:
     if number != built:
         raise ValueError(f"the cubin was compiled for sm_{built}, not for {arch}")
 
-    info = Counter()
+    info: Counter[int] = Counter()
     for section in elf:
         if section.name == ".nv.info":
             for attribute, value in _info_values(section.data):
@@ -230,8 +230,8 @@ def find_nvdisasm() -> str:
     for file in files:
         if file.name in ("nvdisasm", "nvdisasm.exe") and (path := Path(file.locate())).is_file():
             return str(path)
-    if path := shutil.which("nvdisasm"):
-        return path
+    if found := shutil.which("nvdisasm"):
+        return found
     raise MissingDisassembler(f"nvdisasm was not found: pip install '{NVDISASM_PACKAGE}>=13.4'")
 
 

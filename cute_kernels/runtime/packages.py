@@ -28,7 +28,7 @@ def folder_of(package: str) -> Path | None:
 def is_own(module: ModuleType | None) -> bool:
     """True if an imported module belongs to PACKAGES."""
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or module.__name__.partition(".")[0] not in PACKAGES:
+    if module is None or not isinstance(file, str) or module.__name__.partition(".")[0] not in PACKAGES:
         return False
     return Path(os.path.realpath(file)).is_relative_to(ROOT / module.__name__.partition(".")[0])
 
@@ -46,6 +46,7 @@ def import_module(name: str) -> ModuleType:
     imported, file = sys.modules.get(package), folder / "__init__.py"
     if imported is None and not _is_found_at(package, file):
         spec = importlib.util.spec_from_file_location(package, file, submodule_search_locations=[str(folder)])
+        assert spec is not None and spec.loader is not None
         module = sys.modules[package] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

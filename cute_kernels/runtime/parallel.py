@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -99,7 +99,8 @@ class WorkerPool(ProcessPoolExecutor):
         """Wait for submitted work; with `cancel_futures`, cancel pending work and kill running processes."""
         if cancel_futures:
             for process in list((self._processes or {}).values()):
-                _kill(process.pid)
+                if process.pid is not None:  # it has been started
+                    _kill(process.pid)
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
@@ -127,13 +128,15 @@ def _start_worker(modules: tuple[str, ...]) -> None:
 
 def _end_with_parent() -> None:
     """Terminate this process when its parent is killed."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.killpg(0, signal.SIGKILL)
 
 
 def in_parallel(
     function: Callable[[Any], Any], items: Iterable[Any], jobs: int, *, own_process: bool = False
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Yield the outcome of each item as it finishes; `function` must be a module-level function.
 
     Stopping the iteration, or an interrupt, ends the processes. A single job runs in this process, where a compilation

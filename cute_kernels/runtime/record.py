@@ -38,7 +38,7 @@ def read(path: str | os.PathLike[str], packages: Collection[str]) -> list:
 
     packages: the packages that define the types of facts; their modules may be imported.
     """
-    found = {}
+    found: dict[Any, None] = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
         try:
             found[decoded(json.loads(line), packages)] = None
@@ -53,7 +53,7 @@ def encoded(value: Any) -> Any:
         return value
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         fields = value._asdict()
     elif isinstance(value, tuple):
         return [encoded(item) for item in value]
@@ -79,7 +79,7 @@ def type_named(name: str, packages: Collection[str]) -> type:
     if module.partition(".")[0] not in packages:
         raise ValueError(f"{name} is not in a package with kernel families ({', '.join(sorted(packages))})")
     found = getattr(import_module(module), qualname, None)
-    frozen = dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+    frozen = getattr(getattr(found, "__dataclass_params__", None), "frozen", False)
     if not isinstance(found, type) or not (frozen or issubclass(found, tuple) and hasattr(found, "_fields")):
         raise ValueError(f"there is no frozen dataclass {name}")
     return found

@@ -10,6 +10,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,8 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_module_ho
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-try:
-    from torch._C._dynamo.guards import TensorGuards  # compares the metadata of tensors in one C++ call
-except ImportError:  # call_plan.py compares in Python then; calls take 2 us longer
-    TensorGuards = None
+# Compares the metadata of tensors in one C++ call. Without it call_plan.py compares in Python; calls take 2 us longer.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 __all__ = [
     "DisableFuncTorch",
@@ -175,7 +174,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # () -> index
 
 
 # (shape, strides, dtype) -> tensor on the current CUDA device; inductor's, which takes 0.6 us less than torch's
-empty_on_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+empty_on_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 # (tuple of tensors): counts a write to each, but for those of inference mode. 0.1 us; torch.autograd.graph's takes 0.3
 increment_version = torch._C._increment_version
 
@@ -213,7 +212,7 @@ def lower_to_function(op: OpOverload) -> None:
     tensors derived from it (a pattern's tables) would then use stale ones. Does nothing until inductor is imported. An
     op's fake implementation calls it; inductor runs that before it lowers a graph.
     """
-    lowering = sys.modules.get("torch._inductor.lowering")
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
     if op in _LOWERED or not hasattr(lowering, "make_fallback"):
         return
     from torch._inductor import ir
@@ -326,7 +325,8 @@ def value_of(variable, outside: list, made: dict | None = None):
         return variable.evaluate_expr()
     if isinstance(variable, NestedUserFunctionVariable):
         if id(variable) not in made:  # otherwise a function that references itself
-            cells = variable.closure.items if variable.closure else ()
+            captured: Any = variable.closure
+            cells = captured.items if captured else ()
             code, scope, closure = variable.get_code(), variable.get_globals(), tuple(types.CellType() for _ in cells)
             made[id(variable)] = function = types.FunctionType(code, scope, code.co_name, closure=closure)
             for cell, content in zip(closure, cells, strict=True):
@@ -379,7 +379,7 @@ def _guard_captured(function: types.FunctionType, source) -> bool:
     if not all(type(value) in (bool, int, float, str, type(None)) for value in values):
         return False
     closure = AttrSource(source, "__closure__")
-    sources = [AttrSource(GetItemSource(closure, i), "cell_contents") for i in range(len(cells))]
+    sources: list = [AttrSource(GetItemSource(closure, i), "cell_contents") for i in range(len(cells))]
     sources += [GetItemSource(AttrSource(source, "__defaults__"), i) for i in range(len(defaults))]
     for part in sources:
         install_guard(part.make_guard(GuardBuilder.EQUALS_MATCH))
@@ -433,7 +433,9 @@ def pending_writes() -> tuple[set[int], set[tuple[int, str]], set[str]]:
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     effects = InstructionTranslator.current_tx().output.side_effects
-    containers, attributes, names = set(), set(), set()
+    containers: set = set()
+    attributes: set = set()
+    names: set = set()
     for key, variable in effects.id_to_variable.items():
         kind = variable.mutation_type
         if isinstance(kind, ValueMutationExisting) and kind.is_modified:

@@ -204,7 +204,8 @@ def differentiable_once(backward: Callable) -> Callable:
 
 def _one_by_one(backward: Callable, ctx, gradients: tuple) -> tuple:
     """Run a backward of batched gradients once per batch item."""
-    level, items = 0, []
+    level = 0
+    items: list = []
     for gradient in gradients:
         if is_grads_batched(gradient):
             gradient, level = without_batch(gradient)

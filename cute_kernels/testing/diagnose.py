@@ -38,7 +38,9 @@ def diagnose(out: Tensor, exact: Tensor, plan=None, *, floor: float = 2.0**-20) 
     blocks = f", blocks {facts.block.bm}x{facts.block.bk}" if facts.block else ""
     lines.append(f"path {facts.path}, {facts.config}{blocks}")
     where = Where(plan, kernel_view(exact, plan).shape)
-    tiles, owners, nan_tiles = Counter(), Counter(), Counter()
+    tiles: Counter[tuple] = Counter()
+    owners: Counter[str] = Counter()
+    nan_tiles: Counter[tuple] = Counter()
     for place, count in patches(kernel_view(wrong, plan)):
         tiles[where.tile(place)] += count
         owners[where.owner(place)] += count

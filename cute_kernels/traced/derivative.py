@@ -70,7 +70,8 @@ def _tangent(t: Builder, node, operands: Sequence[Value], tangents: Sequence, va
         return t.cast(tangents[0], node.dtype)
     if node.op == "where":
         zero = t.const(0.0, node.dtype)
-        return t.where(operands[0], *(zero if tangent is None else tangent for tangent in tangents[1:]), node.dtype)
+        x, y = (zero if tangent is None else tangent for tangent in tangents[1:])
+        return t.where(operands[0], x, y, node.dtype)
     if node.op not in RULES:
         raise TypeError(f"{node.op} has no derivative here")
     total = None

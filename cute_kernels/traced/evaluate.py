@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as nnf
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .program import TORCH_DTYPES, Load, Node, Program
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "abs": torch.abs,
     "max": torch.maximum, "min": torch.minimum, "pow": torch.pow, "atan2": torch.atan2,
     "floordiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),

@@ -17,6 +17,7 @@ import itertools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +145,8 @@ class _Walk:
         return special.union(name for name in named if not name.startswith("__"))
 
     def _function(self, value: types.FunctionType):
-        scope, names, fields = value.__globals__, (), vars(value)
+        scope, fields = value.__globals__, vars(value)
+        names: tuple[str, ...] = ()
         if standard_library(scope.get("__name__")):
             return value
         if not library_scope(scope):
@@ -191,6 +193,7 @@ class _Walk:
 
     def _of_builtin(self, value) -> str | None:
         """The plain value of an object of a subclass of int, float, str, ..., apart from its attributes."""
+        base: Any
         for base in type(value).__mro__[1:-1]:
             if not base.__flags__ & HEAP:
                 if base in PLAIN or base is float:
@@ -215,7 +218,7 @@ class GlobalState:
     @property
     def name(self) -> str:
         """Tells states of different roots apart, while these are alive."""
-        parts = [part for root in self._roots for part in (root if type(root) is tuple else (root(),))]
+        parts = [part for root in self._roots for part in (root if isinstance(root, tuple) else (root(),))]
         return "_".join(["__cute_kernels_state", *[f"{id(part):x}" for part in parts]])
 
     @property

@@ -34,6 +34,7 @@ def _lies_in_library(name: str, file: str | None) -> bool:
     """True if a file is of the library; None, as built-in and generated modules have, is of each."""
     if file is None:
         return name != "operator" and folder_of(name) is None
+    home: str | Path | None
     if name in PACKAGES:
         home = folder_of(name)
     elif name in ("torch", "numpy"):
@@ -47,7 +48,7 @@ def _distribution_folder(name: str) -> str | None:
     if name == "torch":
         return os.path.dirname(torch.__file__)
     try:
-        return importlib.metadata.distribution(name).locate_file(name)
+        return str(importlib.metadata.distribution(name).locate_file(name))
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -236,7 +236,7 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
                 _OF_STATE.clear()
             refs = tuple(weakref.ref(t) for t in result.tensors)
             _OF_STATE[state.key, arguments] = state.alive, result.program, refs, result.numbers
-    if type(fields) is dict and _versions(result.read) is not None:
+    if state is not None and type(fields) is dict and _versions(result.read) is not None:
         state.seen.clear()
         earlier = known.pinned if known is not None and known.function() is function else ()
         fields[ATTRIBUTE] = Kept(function, arguments, state, result, earlier)

@@ -133,7 +133,7 @@ def _needed(first: int, nodes: Sequence[Node], output: int) -> tuple[tuple[Node,
         if number in wanted:
             wanted.update(operands(nodes[number - first]))
     new = {i: i for i in range(first)}
-    kept = []
+    kept: list[Node] = []
     for number, node in enumerate(nodes, first):
         if number not in wanted:
             continue

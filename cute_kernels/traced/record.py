@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,8 +48,8 @@ INSTEAD = (
 )
 INDICES = (torch.int32, torch.int64, torch.int16, torch.int8)
 FACTORY = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")  # said by the result's dtype
-VALUES = ("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy")
-VALUES = {getattr(Tensor, name) for name in VALUES}
+READS_VALUE = ("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy")
+VALUES = {getattr(Tensor, name) for name in READS_VALUE}
 SHAPES = {getattr(Tensor, n) for n in ("size", "numel", "nelement", "dim", "stride", "__len__", "data_ptr")}
 SHAPES |= {getattr(Tensor, n).__get__ for n in ("shape", "ndim")}
 
@@ -242,13 +243,11 @@ class Recorder(TorchDispatchMode):
             value = self.operand(result, False)
             if not isinstance(value, Value):
                 value = self.builder.const(value, DTYPES.get(result.dtype, "float32"))
-        elif not self.traced(result) or isinstance(self.known[id(result)][1], Element):
+        elif not self.traced(result) or isinstance(value := self.known[id(result)][1], Element):
             got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise TypeError(f"it must return one tensor, computed element by element from its arguments, not {got}")
-        else:
-            value = self.known[id(result)][1]
-            if tuple(result.shape) not in (self.shape, ()):
-                raise TypeError("it must return as many elements as it is given")
+        elif tuple(result.shape) not in (self.shape, ()):
+            raise TypeError("it must return as many elements as it is given")
         tensors = tuple(tensor for tensor, _ in self.slots.values())
         made = tuple(t for t in tensors if id(t) in self.made)
         program, read, used = self.builder.program(value), tuple(self.read.values()), tuple(self.used.values())
@@ -330,7 +329,7 @@ def _first(error: Exception) -> str:
 
 def _user_line() -> str:
     """The current line of the user's function."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(OTHERS):
