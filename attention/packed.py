@@ -74,6 +74,7 @@ def plan_packed(
     (rows, heads, _), cols, sequences = q.shape, len(k), len(cu_seqlens_q) - 1
     shapes = (rows, heads, v.shape[-1]), (heads, rows)
     plan = planning.checked_plan(OP, q, k, v, *shapes, cols, softcap, scale, return_lse, out, out_dtype)
+    plan.empty |= sequences == 0
     bounds = window_bounds(window_size, causal)
     if score is not None:
         checks.check_score(OP, score, (sequences, heads), (1, 1), softcap)
@@ -99,7 +100,7 @@ def plan_packed(
 
 
 def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
-    """q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv); cu_seqlens (B + 1,) int32, B at least 1."""
+    """q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv); cu_seqlens (B + 1,) int32."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError(f"{OP}: cu_seqlens_q and cu_seqlens_k must both be given; pass one tensor twice if they agree")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -114,8 +115,8 @@ def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         checks.check_tensor(f"{OP}: {name}", tensor)
         if tensor.dtype != torch.int32:
             raise TypeError(f"{OP}: {name} is {tensor.dtype}; it must be torch.int32")
-        if tensor.dim() != 1 or len(tensor) < 2:
-            raise ValueError(f"{OP}: {name} has shape {tuple(tensor.shape)}; it must be (sequences + 1,), from 2 on")
+        if tensor.dim() != 1 or len(tensor) == 0:
+            raise ValueError(f"{OP}: {name} must have shape (sequences + 1,), got {tuple(tensor.shape)}")
         if not tensor.is_contiguous():
             raise ValueError(f"{OP}: {name} has stride {tensor.stride(0)}; call .contiguous()")
         common.check_device(OP, q.device, **{name: tensor})

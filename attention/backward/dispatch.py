@@ -92,8 +92,10 @@ def backward(
         score: the score_mod.
         sums: FP32 accumulators of the gradients of tensors that score_mod captures, by index.
     """
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        return *(torch.zeros_like(t, dtype=terms.grad_dtype) for t in (q, k, v)), _of_sinks_alone(sinks, dlse)
+    packed = cu_seqlens[0] is not None
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape or packed and len(cu_seqlens[0]) == 1:
+        found = (torch.zeros_like(t, dtype=terms.grad_dtype) for t in (q, k, v))
+        return *found, _of_sinks_alone(sinks, dlse, cu_seqlens[0])
     if (dout.data_ptr() | out.data_ptr()) & 15:  # the plan's key has the alignment of q, k and v only
         dout, out = dout.clone(), out.clone()
     element, reads = None, ()
@@ -107,7 +109,6 @@ def backward(
         slots = tuple(sorted(sums or ()))
         mod = score.mod if cu_seqlens[0] is None else score.mod.kept_inside
         terms, of_captured = terms._replace(score=mod, score_sums=slots), [sums[slot] for slot in slots]
-    packed = cu_seqlens[0] is not None
     kind = None if mask is None else BlockKind(*mask.blocksize, element)
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0, of_sinks
@@ -205,10 +206,13 @@ def plan_backward(
     return plan
 
 
-def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None) -> Tensor | None:
-    """dsinks if every row is fully masked, so that LSE (B, H, Sq) or (H, total_q) equals the sinks."""
+def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor | None:
+    """dsinks if every row is fully masked, so that LSE (B, H, Sq) or (H, total_q) equals the sinks. Packed rows after
+    the last sequence do not count."""
     if sinks is None or dlse is None:
         return None if sinks is None else torch.zeros_like(sinks)
+    if cu_seqlens_q is not None:
+        dlse = dlse.masked_fill(torch.arange(dlse.shape[-1], device=dlse.device) >= cu_seqlens_q[-1], 0.0)
     return dlse.sum([i for i in range(dlse.dim()) if i != dlse.dim() - 2]).to(sinks.dtype)
 
 
