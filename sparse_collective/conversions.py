@@ -22,7 +22,8 @@ class Conversions:
 
     @classmethod
     def from_torch(cls, t: Tensor, *, check: bool = True) -> Self:
-        """The matrix in a 2-D `torch.sparse_bsr` tensor, sharing its tensors. Differentiable.
+        """The matrix in a 2-D `torch.sparse_bsr` tensor, sharing its tensors. Differentiable; torch does not accumulate
+        the gradient of a `t` that is a leaf, so of one use from_torch(t.detach()).requires_grad_().
 
         Of a 3-D one, a batch with a pattern for each item: shares values and col_indices, and makes crow_indices anew,
         because torch counts the blocks of each item from 0.

@@ -271,7 +271,13 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
         raise TypeError(
             f"{op}: W must be a BsrMatrix or a torch.sparse_bsr tensor, got {what}; see BsrMatrix.from_dense"
         )
-    checks.check_no_grad(op, W)
+    if W.requires_grad and torch.is_grad_enabled():
+        wrapped = "W" if W.grad_fn is not None else "W.detach()"  # torch cannot accumulate the BSR gradient of a leaf
+        leaf = "" if W.grad_fn is not None else ".requires_grad_(), whose grad is that of its values"
+        raise RuntimeError(
+            f"{op}: W is a torch.sparse_bsr tensor that requires a gradient, which only a BsrMatrix supports; pass "
+            f"BsrMatrix.from_torch({wrapped}){leaf}, or call it under torch.no_grad()"
+        )
     # Of the detached tensor, because values() of one with a gradient would keep it alive
     return of_tensor(W).get("matrix", W, lambda: BsrMatrix.from_torch(W.detach()), BsrMatrix.indices.fget)
 

@@ -1,13 +1,22 @@
 """Gradients of the products, against fp64: what autograd makes of the same product of dense matrices."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from cute_kernels import gemm
 from cute_kernels.testing.reference import normal
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr, sddmm
+from sparse_collective import (
+    BsrMatrix,
+    bsr_gated_linear,
+    bsr_grouped_linear,
+    bsr_linear,
+    bsr_matmul,
+    random_bsr,
+    sddmm,
+)
 
 ACTIVATIONS = {
     None: lambda z: z,
@@ -201,8 +210,19 @@ def test_a_torch_tensor_as_weight(device):
         torch.autograd.grad(bsr_linear(x, V, bias=bias, activation="gelu").sum(), (x, bias)) for V in (torch_W, W)
     )
     assert all(map(torch.equal, found, wanted))
-    with pytest.raises(RuntimeError, match="does not compute gradients"):
-        bsr_linear(x, torch_W.requires_grad_())
+    values = torch_W.values().detach().requires_grad_()
+    built = torch.sparse_bsr_tensor(torch_W.crow_indices(), torch_W.col_indices(), values, torch_W.shape)
+    ids = torch.zeros(1, dtype=torch.int32, device=device)
+    grouped = partial(bsr_grouped_linear, expert_ids=ids)
+    for op in (bsr_linear, lambda x, W: bsr_matmul(W, x.mT), grouped, bsr_gated_linear):
+        with pytest.raises(RuntimeError, match=r"pass BsrMatrix.from_torch\(W.detach\(\)\).requires_grad_\(\), whose"):
+            op(x, torch_W.detach().requires_grad_())
+        with pytest.raises(RuntimeError, match=r"pass BsrMatrix.from_torch\(W\), or call"):
+            op(x, built)
+    V = BsrMatrix.from_torch(torch_W.detach()).requires_grad_()
+    for matrix in (V, BsrMatrix.from_torch(built)):
+        bsr_linear(x, matrix, activation="gelu").sum().backward()
+    assert torch.equal(V.grad, values.grad)
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])

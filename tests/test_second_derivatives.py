@@ -256,6 +256,44 @@ def test_raise_or_are_right(case):
     assert assert_right_or_raises(case)
 
 
+NO_DERIVATIVE = "not have been used in the graph|does not require grad"
+
+
+def second_alone(f, inputs: dict, watched: tuple, by: str, loss: Callable, to: str) -> str:
+    """The error of torch.autograd.grad for one second derivative; "" if there is none."""
+    leaves = {name: t.detach().clone().requires_grad_(name in watched) for name, t in inputs.items()}
+    (g,) = torch.autograd.grad(loss(f(**leaves)), leaves[by], create_graph=True)
+    try:
+        torch.autograd.grad(g.square().sum(), leaves[to])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_errors_name_the_op(case):
+    """torch's error for a gradient that is a constant comes only where torch's own functions give it, too."""
+    f, by_torch, inputs = case
+    exact = {name: t.detach().cpu().double() for name, t in inputs.items()}
+    for some in subsets(inputs, (1, len(inputs))):
+        for by, kind, to in itertools.product(some, LOSSES, some):
+            found = second_alone(f, inputs, some, by, LOSSES[kind], to)
+            if any(text in found for text in NO_DERIVATIVE.split("|")):
+                truth = second_alone(by_torch, exact, some, by, LOSSES[kind], to)
+                assert any(text in truth for text in NO_DERIVATIVE.split("|")), f"{some}, {kind}, {by}, {to}: {found}"
+            else:
+                assert any(text in found for text in RAISED.split("|")), found
+
+
+def test_a_constant_gradient(place):
+    """Of a GEMM in one operand: no derivative in that operand exists, and the others are right."""
+    a, b = (normal(16, 16, device=place) for _ in range(2))
+    a.requires_grad_()
+    (g,) = torch.autograd.grad(gemm(a, b).sum(), a, create_graph=True)
+    assert not g.requires_grad
+    (g * a).sum().backward()
+    assert torch.equal(a.grad, g)
+
+
 class Nothing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -172,8 +172,8 @@ def differentiable_once(backward: Callable) -> Callable:
 
     torch's once_differentiable looks at the incoming gradient alone, so it drops the second derivative where that is a
     constant, as in `grad(gemm(silu(x), W).sum(), x, create_graph=True)`. Here each gradient that is computed under
-    create_graph=True has a grad_fn that raises. Batched gradients (is_grads_batched=True, jacobian(vectorize=True)) are
-    computed one by one.
+    create_graph=True has a grad_fn that raises. If no tensor that it was computed from requires a gradient, it is a
+    constant, as in torch. Batched gradients (is_grads_batched=True, jacobian(vectorize=True)) are computed one by one.
     """
 
     @functools.wraps(backward)
@@ -193,9 +193,11 @@ def differentiable_once(backward: Callable) -> Callable:
                 found = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return found
+        sources = [t for t in (*ctx.saved_tensors, *gradients) if isinstance(t, Tensor) and t.requires_grad]
+        if not sources:
+            return found
         found = found if isinstance(found, tuple) else (found,)
         tensors = [t.detach().requires_grad_() for t in found if isinstance(t, Tensor)]
-        sources = [t for t in (*ctx.saved_tensors, *gradients) if isinstance(t, Tensor) and t.requires_grad]
         raising = iter(Raising.apply(len(tensors), *tensors, *sources) if tensors else ())
         return tuple(next(raising) if isinstance(t, Tensor) else t for t in found)
 

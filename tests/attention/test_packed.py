@@ -50,7 +50,9 @@ def test_shared_heads(where, heads):
 
 
 @pytest.mark.parametrize("more", [(4, 7), (0, 0)])
-@pytest.mark.parametrize("lengths", [([5, 6], [5, 6]), ([0, 0], [3, 0]), ([3, 4], [0, 0]), ([0], [0]), ([], [])], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [([5, 6], [5, 6]), ([0, 0], [3, 0]), ([3, 4], [0, 0]), ([0], [0]), ([], [])], ids=str
+)
 def test_rows_of_no_sequence_see_nothing(where, lengths, more):
     call = packed(*lengths, more=more, device=where)
     out, lse = check_twice(**call)
