@@ -96,7 +96,8 @@ def attention(
               seqused_k. Unless packed, also scales per 128 tokens, (B, H, blocks); see quantize(per="tokens").
             - FP8 KV cache: k and v float8_e4m3fn or float8_e5m2, q 16-bit; without seqused_k, few queries only.
         use_fast_accum: for FP8 q, k and v: P is E4M3, and P V stays in the tensor cores' accumulators of some 14 bits,
-            with errors of some percent; see usage.md. Not on the CPU.
+            with errors of some percent; see docs/howto/attention.md. Not
+            on the CPU.
         q_offset, k_offset: positions of the first row of q, and of k and v, in a longer sequence of which these are
             shards. Query i then attends to key j if j + k_offset <= i + q_offset (causal), windows shift alike, and
             score_mod is given positions. If one is given, the other counts as 0; without both the last query is at the
@@ -230,7 +231,7 @@ def block_sparse_attention(
         q_offset, k_offset: positions of the first row of q, and of k and v, as mask_mod and score_mod see them, see
             attention. The lists of block_mask are those of this shard, see BlockMask.shard. Not with causal=True.
         others: there are none. attention's cu_seqlens_q, cu_seqlens_k, seqused_k, page_table and window_size raise
-            TypeError, with what serves instead: masks combine with &, see usage.md.
+            TypeError, with what serves instead: masks combine with &, see docs/howto/masks.md.
 
     Returns and raises as attention does, and raises TypeError for a mask_mod that a kernel cannot compute, see
     masks.element_mask, and IndexError where b, h, q or kv goes past the end of a tensor that it indexes. CPU

@@ -63,7 +63,7 @@ def terms_of(name: str) -> dict:
 
 
 def works(name: str, first, second, kernel: bool) -> bool:
-    """As docs/usage.md has it, but for what an architecture lacks."""
+    """As docs/howto/epilogues.md has it, but for what an architecture lacks."""
     sixteen = FLOATS[:2]
     if name == "attention" and second in FLOAT8:  # k and v
         return first in (sixteen if kernel else FLOATS) or first == second == torch.float8_e4m3fn

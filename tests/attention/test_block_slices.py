@@ -1,8 +1,6 @@
 """Parts and combinations of block masks: crop, mask[...], mask & other, mask | other; packed sequences and pages."""
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -272,13 +270,6 @@ def test_pages(place):
     out = block_sparse_attention(q, *gathered, mask)
     expected = attention(q, k, v, seqused_k=lengths, page_table=page_table, causal=True)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-
-
-def test_the_example_of_usage():
-    usage = (Path(__file__).resolve().parents[2] / "docs" / "usage.md").read_text()
-    snippets = re.findall(r"^```python\n(.*?)^```", usage, re.DOTALL | re.MULTILINE)
-    (snippet,) = (text for text in snippets if "packed_documents" in text)
-    exec(compile(snippet, "usage.md", "exec"), {})
 
 
 def test_other_keywords_are_refused():

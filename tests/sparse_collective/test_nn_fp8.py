@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from cute_kernels import quantize, quantize_gated
+from cute_kernels import gemm, quantize, quantize_gated
 from cute_kernels.reference import gate
 from sparse_collective import bsr_gated_linear, bsr_linear, dispatch, random_bsr
 from sparse_collective.nn import (
@@ -32,7 +32,7 @@ from ..emulator import emulate
 from ..emulator.ops import on_emulator
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-USAGE = (Path(__file__).resolve().parents[2] / "docs" / "usage.md").read_text()
+HOWTO = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "fp8.md").read_text()
 needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -452,14 +452,14 @@ def test_feed_forward_on_the_emulator():
 
 def snippets(heading: str) -> list[str]:
     """The Python code of a section of the documents."""
-    section = USAGE.split(f"\n### {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
+    section = HOWTO.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def test_the_recipe_for_training():
     """Its forward is that of 8-bit floats, its gradients are those of the layer in bf16; and a layer learns."""
     names = {}
-    exec(compile(snippets("Train with an FP8 forward pass")[0], "usage.md", "exec"), names)
+    exec(compile(snippets("Train with an FP8 forward pass")[0], "fp8.md", "exec"), names)
     layer = BsrLinear(256, 192, blocksize=(64, 64), density=0.5, dtype=BF16)
     x = tokens(40).requires_grad_()
     y = names["float8_forward"](layer, x)
@@ -483,21 +483,15 @@ def test_the_recipe_for_training():
     assert losses[-1] < 0.8 * losses[0] and all(map(math.isfinite, losses))
 
 
-def test_the_recipe_for_inference(monkeypatch):
-    names = {"gate": nn.Linear(256, 384, dtype=BF16), "up": nn.Linear(256, 384, dtype=BF16)}
-    names |= {"down": nn.Linear(384, 256, dtype=BF16), "x": tokens(5)}
-    exec(compile(snippets("Quantize a pruned model for inference")[0], "usage.md", "exec"), names)
-    assert names["y"].shape == (5, 256) and isinstance(names["layer"], Float8SwiGLU)
-
-
 def test_the_recipe_for_delayed_scales():
     weight, tokens_of = torch.randn(192, 256), tokens(16)
     (w, scale_w), (x, scale_x) = quantize(weight, per="row"), quantize(tokens_of, per="row")
-    (code,) = snippets("FP8 outputs and amax")
-    exec(compile(code, "usage.md", "exec"), names := {"w": w, "scale_w": scale_w, "x": x, "scale_x": scale_x})
+    terms = {"scale_a": scale_x, "scale_b": scale_w.t(), "activation": "silu", "out_dtype": E4M3}
+    _, amax = gemm(x, w.t(), **terms, return_amax=True)
+    scale_y = amax / 448
+    y, amax = gemm(x, w.t(), **terms, scale_out=scale_y.reciprocal(), return_amax=True)
     exact = torch.nn.functional.silu(tokens_of.double() @ weight.double().t())
-    y = names["y"].to(FP32) * names["scale_y"]
-    assert off(y, exact) < 0.06 and abs(names["amax"].item() / exact.abs().max().item() - 1) < 0.05
+    assert off(y.to(FP32) * scale_y, exact) < 0.06 and abs(amax.item() / exact.abs().max().item() - 1) < 0.05
 
 
 # -- launches that overlap ------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from sparse_collective.nn import (
 
 from ..emulator import emulate
 from ..emulator.ops import on_emulator
-from .test_nn_fp8 import snippets
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3 = torch.float8_e4m3fn
@@ -459,9 +458,7 @@ def test_the_recipe():
     torch.manual_seed(0)
     model = nn.Sequential(BsrLinear(256, 192, blocksize=(64, 64), density=0.5, dtype=FP32), nn.ReLU(), linear(K=192))
     model = model.float().train()
-    train, infer = snippets("Prune to 2:4, train with masks, then infer")
-    names = {"model": model}
-    exec(compile(train, "usage.md", "exec"), names)
+    mask_2_4_(model, Sparse24Config(dense=True))
     layer, x, target = model[0], torch.randn(40, 256), torch.randn(40, 200)
     whole, parameters = layer.values, {id(p) for p in model.parameters()}
     assert torch.equal(layer.weight.values, prune_2_4(whole)) and not torch.equal(layer.weight.values, whole)
@@ -477,7 +474,8 @@ def test_the_recipe():
     assert losses[-1] < 0.8 * losses[0] and all(map(math.isfinite, losses))
     with torch.no_grad():
         wanted = model(x)
-    exec(compile(infer, "usage.md", "exec"), names | {"x": x.to(BF16), "torch": torch})
+    prune_2_4_(model.eval(), Sparse24Config(dense=True))
+    model.to(BF16)
     assert isinstance(model[0], Bsr24Linear) and model[0].values.dtype == BF16 and isinstance(model[2], Sparse24Linear)
     found = model(x.to(BF16)).float()
     assert (found - wanted).norm() / wanted.norm() < 0.02
