@@ -96,8 +96,7 @@ def attention(
               seqused_k. Unless packed, also scales per 128 tokens, (B, H, blocks); see quantize(per="tokens").
             - FP8 KV cache: k and v float8_e4m3fn or float8_e5m2, q 16-bit; without seqused_k, few queries only.
         use_fast_accum: for FP8 q, k and v: P is E4M3, and P V stays in the tensor cores' accumulators of some 14 bits,
-            with errors of some percent; see docs/howto/attention.md. Not
-            on the CPU.
+            with errors of some percent (docs/howto/attention.md). Not on the CPU.
         q_offset, k_offset: positions of the first row of q, and of k and v, in a longer sequence of which these are
             shards. Query i then attends to key j if j + k_offset <= i + q_offset (causal), windows shift alike, and
             score_mod is given positions. If one is given, the other counts as 0; without both the last query is at the
