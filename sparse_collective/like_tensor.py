@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
+from cute_kernels.runtime.torch_compat import forward_operator
 
 from . import checks as arguments
 
@@ -39,6 +40,7 @@ class LikeTensor:
         Raises:
             TypeError: it is none of those that work, which the message lists.
         """
+        func, args = forward_operator(func, args)
         if func not in FUNCTIONS:
             raise TypeError(f"{getattr(func, '__name__', func)} does not take a BsrMatrix; {WORKS}")
         return FUNCTIONS[func](*args, **(kwargs or {}))

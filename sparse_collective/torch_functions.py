@@ -5,6 +5,8 @@ import operator
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.torch_compat import order_of_matmul, run_in_trace
+
 from . import ops
 from .bsr import BsrMatrix
 from .bsr24 import matrix as bsr24
@@ -39,12 +41,9 @@ def linear(input: Tensor, weight: BsrMatrix, bias: Tensor | None = None) -> Tens
 
 
 def tensor_matmul(left: BsrMatrix | Tensor, right: BsrMatrix | Tensor) -> Tensor:
-    """x @ V, outside of a trace. Inside, torch.compile makes Tensor.matmul(b, W) of W @ b, too (seen in torch 2.13)."""
+    """left @ right."""
     if torch.compiler.is_compiling():
-        raise TypeError(
-            "torch.compile does not tell W @ b from b @ W of a BsrMatrix: inside a compiled function write "
-            "torch.matmul(W, b), torch.matmul(x, W.T), torch.nn.functional.linear(x, W), bsr_matmul or bsr_linear"
-        )
+        run_in_trace(order_of_matmul)
     return matmul(left, right)
 
 

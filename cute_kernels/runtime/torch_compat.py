@@ -7,6 +7,7 @@ torch._dynamo are looked up inside functions: importing it takes seconds.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -40,6 +41,7 @@ __all__ = [
     "empty_on_cuda",
     "entry_variable",
     "forward_ad",
+    "forward_operator",
     "functorch_active",
     "guard_attribute",
     "has_global_module_hook",
@@ -55,6 +57,7 @@ __all__ = [
     "load_cell",
     "local_variable",
     "lower_to_function",
+    "order_of_matmul",
     "overrides_dispatch",
     "pending_writes",
     "raw_stream",
@@ -277,6 +280,26 @@ def run_in_trace(function) -> None:
     `function` is a module-level function. It reads its caller's variables with local_variable(context, name).
     """
     torch._dynamo.comptime.comptime(function)
+
+
+def order_of_matmul(context) -> None:
+    """For run_in_trace: let Dynamo distinguish W @ b from b @ W if W is no tensor and has a __torch_function__.
+
+    Dynamo turns the reversed operator x - t into Tensor.__rsub__(t, x), by a table without an entry for W @ b, which
+    becomes Tensor.matmul(b, W) like b @ W. With Tensor.__rmatmul__ in the table, Dynamo traces the function again.
+    """
+    from torch._dynamo import exc
+    from torch._dynamo.variables.builtin import BUILTIN_TO_TENSOR_RFN_MAP, populate_builtin_to_tensor_fn_map
+
+    if operator.matmul not in BUILTIN_TO_TENSOR_RFN_MAP:
+        populate_builtin_to_tensor_fn_map()
+        BUILTIN_TO_TENSOR_RFN_MAP[operator.matmul] = Tensor.__rmatmul__
+        raise exc.UnspecializeRestartAnalysis(restart_reason="W @ b of an object that is no tensor")
+
+
+def forward_operator(func, args: tuple) -> tuple:
+    """(torch.matmul, (W, b)) for Tensor.__rmatmul__(b, W), which Dynamo finds in no dict; else (func, args)."""
+    return (torch.matmul, args[::-1]) if getattr(func, "__name__", None) == "__rmatmul__" else (func, args)
 
 
 def local_variable(context, name: str):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..runtime.torch_compat import forward_operator
+
 WORKS = (
     "supported with a Sparse24 W: W @ b, x @ W.t(), torch.matmul and torch.mm of the same, "
     "torch.nn.functional.linear(x, W, bias) and cute_kernels.gemm(W, b); for anything else use W.to_dense()"
@@ -25,6 +27,7 @@ class LikeTensor:
         Raises:
             TypeError: the function is not supported; the message lists those that are.
         """
+        func, args = forward_operator(func, args)
         if func not in FUNCTIONS:
             raise TypeError(f"{getattr(func, '__name__', func)} does not take a Sparse24; {WORKS}")
         return FUNCTIONS[func](*args, **(kwargs or {}))

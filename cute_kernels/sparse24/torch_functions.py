@@ -8,6 +8,7 @@ from torch import Tensor
 from ..dtypes import default_out_dtype
 from ..ops import gemm
 from ..runtime.autocast import any_autocast, cast_product
+from ..runtime.torch_compat import order_of_matmul, run_in_trace
 from .like_tensor import FUNCTIONS, WORKS, LikeTensor, Transposed24
 
 
@@ -52,12 +53,9 @@ def linear(input: Tensor, weight: LikeTensor, bias: Tensor | None = None) -> Ten
 
 
 def tensor_matmul(left: LikeTensor | Tensor, right: LikeTensor | Tensor) -> Tensor:
-    """x @ W.t(), outside of a trace. Inside, torch.compile makes Tensor.matmul(b, W) of W @ b, too."""
+    """left @ right."""
     if torch.compiler.is_compiling():
-        raise TypeError(
-            "torch.compile does not tell W @ b from b @ W of a Sparse24: inside a compiled function write "
-            "torch.matmul(W, b), torch.matmul(x, W.t()), torch.nn.functional.linear(x, W) or gemm(W, b)"
-        )
+        run_in_trace(order_of_matmul)
     return matmul(left, right)
 
 

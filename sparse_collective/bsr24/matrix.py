@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
+from cute_kernels.runtime.torch_compat import forward_operator
 from cute_kernels.sparse24.format import GROUP, KEPT, SLAB, SPAN, WORDS, compress, expand, pack_metadata, prune_2_4
 from cute_kernels.sparse24.format import unpack_metadata as unpack
 
@@ -157,6 +158,7 @@ class Bsr24:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Implement torch.matmul(W, b) and torch.nn.functional.linear(x, W, bias); others raise TypeError."""
+        func, args = forward_operator(func, args)
         if func not in FUNCTIONS:
             raise TypeError(f"{getattr(func, '__name__', func)} does not take a Bsr24; {WORKS}")
         return FUNCTIONS[func](*args, **(kwargs or {}))

@@ -107,17 +107,12 @@ def test_what_is_refused():
     near(x @ V.t(), x.double() @ V.to_dense().t().double())
 
 
-def test_operators_that_compiled_functions_must_name():
-    """torch.compile swaps the operands of W @ b, and both orders may have fitting shapes."""
+def test_operators_in_a_graph():
+    """torch.compile tells W @ b from b @ W, although both orders have fitting shapes."""
     torch._dynamo.reset()
     W, w = matrices("cpu", 128, 128)
     x = normal(128, 128)
     for f, exact in ((lambda x: W @ x, w @ x.double()), (lambda x: x @ W.t(), x.double() @ w.t())):
-        try:
-            y = torch.compile(f, fullgraph=True, backend="eager")(x)
-        except Exception as error:
-            assert "inside a compiled function write torch.matmul" in str(error)
-        else:
-            near(y, exact)
-    with pytest.raises(Exception, match=r"inside a compiled function write torch.matmul|have no kernel"):
+        near(torch.compile(f, fullgraph=True, backend="eager")(x), exact)
+    with pytest.raises(Exception, match="x @ W have no kernel"):
         torch.compile(lambda x: x @ W, fullgraph=True, backend="eager")(x)
