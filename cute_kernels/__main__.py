@@ -1,4 +1,4 @@
-"""python -m cute_kernels: inspect kernels, compile them ahead of time, manage the cache.
+"""`cute-kernels`, or `python -m cute_kernels`: inspect kernels, compile them ahead of time, manage the cache.
 
     inspect    compile every kernel configuration and read its machine code; fails if one spills
     compile    write a bundle of compiled kernels for machines that should not compile
@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from . import __version__
 from .arch import ARCHS, MMA_M, arch_named
 from .dtypes import NAMES, OPERANDS
 from .report import print_report, row_of
@@ -93,6 +94,7 @@ def positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser("python -m cute_kernels", description=__doc__, formatter_class=raw)
+    top.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     jobs = argparse.ArgumentParser(add_help=False)
     jobs.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes (default: one per CPU)")
@@ -270,9 +272,14 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """Entry point of the console script `cute-kernels`."""
     status = main()
     if status == INTERRUPTED:  # skip Python's shutdown, which takes seconds
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    console()
