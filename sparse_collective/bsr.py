@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.matmul.problem import NOT_KNOWN, PatternStats
+from cute_kernels.picture import FULL, Pictured
 from cute_kernels.runtime.derived import Derived, facts_of_tensor, of_tensor, state_of
 from cute_kernels.runtime.front import check_supported
 from cute_kernels.runtime.graphs import lasting_memory
@@ -77,7 +78,7 @@ def met_before(
     return matrix
 
 
-class BsrMatrix(Conversions, LikeTensor):
+class BsrMatrix(Conversions, LikeTensor, Pictured):
     """An (M, K) matrix, or a batch (L, M, K) of them, of which only some (bm, bk) blocks are stored.
 
     Shares the three tensors with the caller and never copies them. The attributes are read-only, the indices
@@ -458,6 +459,12 @@ class BsrMatrix(Conversions, LikeTensor):
         facts += "" if self.scaled_per is None else f", scales per {self.scaled_per}"
         types = f"dtype={self.dtype}, device='{self.device}', index_dtype={self.crow_indices.dtype}"
         return f"{type(self).__name__}({facts}, {types})"
+
+    def _tables(self) -> tuple[Tensor, str]:
+        items = self.shape[0] if self.batch == "patterns" else 1
+        table = torch.zeros(items * self.n_block_rows, self.n_block_cols, dtype=torch.int8, device=self.device)
+        table[self.row_of_block().long(), self.col_indices.long()] = FULL
+        return table.view(items, self.n_block_rows, self.n_block_cols).cpu(), "matrix"
 
     def __copy__(self) -> BsrMatrix:
         return self._mapped(lambda values: values)

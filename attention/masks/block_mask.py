@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+from cute_kernels.picture import EMPTY, FULL, PARTIAL, Pictured
 from cute_kernels.runtime.derived import Derived
 from sparse_collective.bsr import BsrMatrix
 from sparse_collective.checks import describe, is_strided, pair
@@ -41,7 +42,7 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor
 
 
-class BlockMask:
+class BlockMask(Pictured):
     """The blocks of (Sq, Sk) scores to compute, per batch index and head or shared by all of them.
 
     Shares the tensors with the caller and never copies them. The attributes are read-only, and the tensors must not be
@@ -446,6 +447,11 @@ class BlockMask:
         mod = self.mask_mod
         name = None if mod is None else getattr(mod, "__name__", type(mod).__name__)
         return f"{type(self).__name__}({facts}, mask_mod={name}, device='{self.device}')"
+
+    def _tables(self) -> tuple[Tensor, str]:
+        partial, full = self.tables()
+        table = torch.where(full, FULL, torch.where(partial, PARTIAL, EMPTY)).to(torch.int8)
+        return table.flatten(0, 1).cpu(), "batch item and head"
 
     def __reduce__(self) -> tuple:
         return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)

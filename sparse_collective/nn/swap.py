@@ -35,7 +35,7 @@ class Change:
         return self.stored / max(1, self.blocks)
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """Layers that sparsify_, densify_, mask_2_4_, prune_2_4_ or quantize_ changed or skipped; prints as a table."""
 
@@ -62,6 +62,8 @@ class Report:
         rows.append((f"{len(self.changed)} of {len(self.changes)} layers", "", "", "", f"{before:,} -> {after:,}", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    __repr__ = __str__
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
