@@ -70,6 +70,15 @@ def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
     Nothing is launched. With `arch`, as in `explain`, no GPU is needed, and tensors may be on the CPU or on torch's
     "meta" device. Without it, the kernel is that of the tensors' GPU. Raises the errors of `explain`, and ValueError
     for a call that runs no kernel.
+
+    Returns:
+        Registers, spills, shared memory, instruction counts and problems; `.sass`, `.ptx` and `.cubin` are the code.
+
+    Example:
+        a = b = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+        report = inspect(gemm, a, b, epilogue=torch.sigmoid, arch="sm_90")
+        print(report)
+        print(report.sass)
     """
     from .report import report_of_kernel  # imports rich, for tables
 

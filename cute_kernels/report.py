@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .arch import arch_named
-from .runtime.families import family_of
-from .runtime.parallel import Outcome, inspect_kernel
+from .runtime.compile import cubin_of, ptx_of
+from .runtime.families import compile_kernel, family_of
+from .runtime.inspect import disassemble
+from .runtime.parallel import Outcome, report_of
 
 COUNTED = ("hgmma", "hmma", "ldgsts", "ldsm", "utmaldg")
 COLUMNS = ("path", "configuration", "problem", "operands", "epilogue")  # of Family.describe
@@ -40,6 +42,13 @@ class KernelReport:
     opcodes: Mapping[str, int]  # number of occurrences of each instruction in the code
     problems: tuple[str, ...]  # reasons not to ship the kernel
     facts: Any  # kernel parameters
+    cubin: bytes = field(repr=False, compare=False)  # the machine code, an ELF file
+    ptx: str = field(repr=False, compare=False)
+
+    @property
+    def sass(self) -> str:
+        """The machine code as text, by nvdisasm."""
+        return disassemble(self.cubin)
 
     def __str__(self) -> str:
         counted = {name: self.opcodes.get(name.upper(), 0) for name in (*COUNTED, "ldg", "stg")}
@@ -56,7 +65,9 @@ class KernelReport:
 
 def report_of_kernel(facts: Any) -> KernelReport:
     """Compile the kernel with these facts, of any family, and read its machine code."""
-    report, family = inspect_kernel(facts), family_of(facts)
+    built, family = compile_kernel(facts, keep_cubin=True), family_of(facts)
+    cubin = cubin_of(built.compiled)
+    report = report_of(facts, cubin, int(built.metadata["smem"]))
     r = report.resources
     return KernelReport(
         name=family.title(facts),
@@ -70,6 +81,8 @@ def report_of_kernel(facts: Any) -> KernelReport:
         opcodes=r.opcodes,
         problems=report.problems,
         facts=facts,
+        cubin=cubin,
+        ptx=ptx_of(built.compiled),
     )
 
 

@@ -8,7 +8,7 @@ fused epilogue applies f to the FP32 accumulators in registers; d is written onc
 `gemm` and `bsr_linear` accept the torch function: torch traces it, the trace is lowered into the epilogue of the
 kernel, and CPU tensors run it in torch. It may capture numbers; a new value compiles a new kernel.
 
-    python -m examples.epilogue
+    python examples/epilogue.py
 """
 
 import torch
@@ -16,7 +16,10 @@ import torch
 from cute_kernels import gemm
 from sparse_collective import BsrMatrix, bsr_linear
 
-from .show import DEVICE, compare, inspect_call, measure, normal, refused
+try:
+    from .show import DEVICE, compare, inspect_call, measure, normal, refused
+except ImportError:  # run as a file: python examples/epilogue.py
+    from show import DEVICE, compare, inspect_call, measure, normal, refused
 
 # Code
 

@@ -7,7 +7,7 @@ A family tells the library's tools the facts that a kernel is compiled from, the
 compiled entry, its fake arguments, and the catalogue of facts. The cache, bundles, `inspect` and the tests that use the
 registry then work as for the library's own families:
 
-    python -m examples.family
+    python examples/family.py
     CUTE_KERNELS_FAMILIES=examples.family python -m cute_kernels inspect --arch sm_90 --family "silu product"
 """
 
@@ -25,7 +25,10 @@ from cute_kernels.dtypes import NAMES, OPERANDS
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import Family, function_for, register
 
-from .show import DEVICE, compare, inspect_facts, measure, normal, refused
+try:
+    from .show import DEVICE, compare, inspect_facts, measure, normal, refused
+except ImportError:  # run as a file: python examples/family.py
+    from show import DEVICE, compare, inspect_facts, measure, normal, refused
 
 THREADS, VECTOR = 256, 8  # VECTOR elements of 2 bytes are 16 bytes
 

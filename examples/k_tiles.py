@@ -6,7 +6,7 @@ second one, and the neighboring row tiles multiply the others. Half of A is neit
 A mainloop does not know where its next K-tile comes from: it asks a source (see cute_kernels/k_tiles.py). `at`
 alone defines the pattern. Loads, pipeline, tensor-core steps, epilogue and store are the dense kernel's, on both paths.
 
-    python -m examples.k_tiles
+    python examples/k_tiles.py
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,10 @@ from cute_kernels.matmul.family import Dense
 from cute_kernels.runtime.device import device_arch
 from cute_kernels.runtime.families import function_for, register
 
-from .show import DEVICE, compare, inspect_facts, measure, normal, refused
+try:
+    from .show import DEVICE, compare, inspect_facts, measure, normal, refused
+except ImportError:  # run as a file: python examples/k_tiles.py
+    from show import DEVICE, compare, inspect_facts, measure, normal, refused
 
 # Code: a source, its GEMM, and its family
 

@@ -10,14 +10,17 @@ blocks are neither loaded nor multiplied. Full blocks need no mask. In partial b
 for each score. Torch traces it. Captured numbers become constants of the kernel; captured tensors are read by the
 kernel in each call.
 
-    python -m examples.mask
+    python examples/mask.py
 """
 
 import torch
 
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 
-from .show import DEVICE, compare, inspect_call, measure, normal, refused
+try:
+    from .show import DEVICE, compare, inspect_call, measure, normal, refused
+except ImportError:  # run as a file: python examples/mask.py
+    from show import DEVICE, compare, inspect_call, measure, normal, refused
 
 SHARED = 64  # first tokens, visible to all later ones
 

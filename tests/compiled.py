@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cute_kernels.runtime.compile import cubin_of, export_object
+from cute_kernels.runtime.compile import cubin_of, export_object, ptx_of
 from cute_kernels.runtime.families import compile_kernel
 from cute_kernels.runtime.keys import entry_key, source_fingerprint, versions
 from cute_kernels.runtime.parallel import Report, report_of
 
 FOLDER = "CUTE_KERNELS_COMPILED"
-
-
-def ptx_of(compiled: Any) -> str:
-    return compiled.artifacts.PTX.rstrip("\0")
 
 
 def export_host_code(compiled: Any, path: Path) -> None:

@@ -67,6 +67,13 @@ def test_explain_on_the_cpu():
         inspect(gemm, a, arch="sm_90")
 
 
+def test_inspect_returns_the_code():
+    a, b = (torch.empty(256, 256, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    report = inspect(gemm, a, b, arch="sm_80")
+    assert report.cubin.startswith(b"\x7fELF") and ".target sm_80" in report.ptx and "HMMA" in report.sass
+    assert "cubin=" not in repr(report) and report == inspect(gemm, a, b, arch="sm_80")
+
+
 def test_explain_of_a_kernel(emulated):
     text = str(explain(gemm, normal(200, 136), normal(136, 264)))
     assert "path: sm_90, compiled for sm_90a" in text

@@ -86,7 +86,7 @@ def compile_for(
         kwargs: keyword arguments of `fn`.
         runnable: also let the DSL link the kernel into the process. This is a second pass of code generation, and
             requires that `arch` is the DSL's (that of the GPU, or `CUTE_DSL_ARCH`).
-        keep_cubin: make the machine code available by `cubin_of`, and the PTX by `artifacts.PTX`. The DSL writes both
+        keep_cubin: make the machine code available by `cubin_of`, and the PTX by `ptx_of`. The DSL writes both
             to files. Each compilation has its own folder, since file names omit constexpr state, and configurations
             would overwrite each other.
     """
@@ -108,6 +108,11 @@ def cubin_of(compiled: Any) -> bytes:
     if not isinstance(cubin, bytes):
         raise ValueError("there is no cubin; compile with keep_cubin=True a function that launches a kernel")
     return cubin
+
+
+def ptx_of(compiled: Any) -> str:
+    """The PTX of a result of `compile_for(..., keep_cubin=True)`."""
+    return compiled.artifacts.PTX.rstrip("\0")
 
 
 def export_object(compiled: Any, path: str | Path, name: str) -> None:

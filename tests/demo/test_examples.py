@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cute_kernels.runtime import families, keys
 
 from ..signatures import insist_on_arguments
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("epilogue", "k_tiles", "mask", "family")
 
 
@@ -114,3 +116,10 @@ def test_reports_have_public_names(examples):
     assert report.problems == () and 0 < report.instructions < 200
     with pytest.raises(ValueError, match="cannot explain 'silu_product'; supported ops are"):
         cute_kernels.inspect(family.silu_product, arch="sm_90")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_runs_as_a_file(name):
+    """`python examples/NAME.py` imports what it needs; that it computes is tested above."""
+    code = f"import runpy, sys; sys.path[0] = 'examples'; runpy.run_path('examples/{name}.py', run_name='imported')"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

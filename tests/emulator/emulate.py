@@ -24,10 +24,10 @@ import platformdirs
 import torch
 from filelock import FileLock
 
-from cute_kernels.runtime.compile import compile_for
+from cute_kernels.runtime.compile import compile_for, ptx_of
 from cute_kernels.runtime.keys import host_cpu
 
-from ..compiled import compiled, export_host_code, ptx_of
+from ..compiled import compiled, export_host_code
 from . import ptx
 
 HERE = Path(__file__).parent
