@@ -93,6 +93,14 @@ class InferenceLinear(nn.Module):
             self._adopt()
         return self
 
+    def __delattr__(self, name: str) -> None:
+        if name in self.TENSORS:  # so does register_parametrization
+            raise TypeError(
+                f"{name} of a {type(self).__name__} cannot be deleted or parametrized; parametrize {self.trained}, and "
+                f"make a {type(self).__name__} of it"
+            )
+        super().__delattr__(name)
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_weight": None}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from cute_kernels.functions import ACTIVATIONS
 
@@ -16,6 +17,7 @@ from ..alignment import aligned
 from ..bsr import BsrMatrix
 from ..pattern import Pattern
 from .indices import drawn_indices, given_indices, owned
+from .parametrized import Parametrizable, name_of_values
 
 __all__ = ["BsrModule", "block_grid"]
 
@@ -40,10 +42,11 @@ def block_grid(in_features: int, out_features: int, blocksize: Sequence[int]) ->
     return out_features // bm, in_features // bk
 
 
-class BsrModule(nn.Module):
+class BsrModule(Parametrizable):
     """A weight of stored blocks as a module: one parameter, two index buffers. For BsrLinear and BsrGroupedLinear.
 
-    values: parameter (nnz, bm, bk); with items of one pattern (L, nnz, bm, bk).
+    values: parameter (nnz, bm, bk); with items of one pattern (L, nnz, bm, bk). torch.nn.utils.parametrize supports it:
+        a function of the stored blocks, of the same shape.
     crow_indices, col_indices: int32 buffers, see BsrMatrix. They change through sparse_collective.nn.pruning and
         load_state_dict alone, which check them; kernels trust them.
 
@@ -231,7 +234,9 @@ class BsrModule(nn.Module):
         # nn.Linear's bound, 1 / sqrt(in_features), for the in_features * density inputs that an output has.
         bound = 1 / math.sqrt(self.in_features * self.density) if self.nnz and self.in_features else 0.0
         with torch.no_grad():
-            self.values.uniform_(-bound, bound)
+            values = self.values.uniform_(-bound, bound)
+            if is_parametrized(self, "values"):
+                self.values = values  # by the parametrization's right_inverse
             if getattr(self, "bias", None) is not None:
                 bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
                 self.bias.uniform_(-bound, bound)
@@ -257,6 +262,11 @@ class BsrModule(nn.Module):
             self._adopt()
         return self
 
+    def __delattr__(self, name: str) -> None:
+        if name in TENSORS[:2]:  # so does register_parametrization
+            raise TypeError(f"{name} of a {type(self).__name__} cannot be deleted or parametrized; parametrize values")
+        super().__delattr__(name)
+
     # State
 
     def __getstate__(self) -> dict:
@@ -277,7 +287,11 @@ class BsrModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Also of a pattern with another number of blocks: values and col_indices are resized to it."""
-        found = {name: state_dict.get(prefix + name) for name in TENSORS}
+        names = {name: prefix + name for name in TENSORS}
+        names["values"] = prefix + name_of_values(self)
+        found = {name: state_dict.get(key) for name, key in names.items()}
+        if found["values"] is None and is_parametrized(self, "values"):  # several originals
+            found["values"] = self.values.detach()
         given = [name for name, t in found.items() if t is not None]
         if given:
             if len(given) < len(TENSORS):
@@ -287,7 +301,7 @@ class BsrModule(nn.Module):
             if error:
                 error_msgs.append(f"{prefix[:-1] or type(self).__name__}: {error}")
                 return
-            state_dict.update({prefix + name: t for name, t in found.items()})
+            state_dict.update({key: found[name] for name, key in names.items() if key in state_dict})
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -303,6 +317,8 @@ class BsrModule(nn.Module):
         if assign and type(values) is Tensor and not values.is_meta:
             found["values"] = aligned(values.contiguous())  # of a mapped file; a product would copy them
         if values.shape != self.values.shape:
+            if (name := name_of_values(self)) != "values":
+                return f"{values.shape[-3]} blocks do not fit the {self.nnz} of this layer, whose values are of {name}"
             if type(self.values.data) is not Tensor:
                 return (
                     f"{values.shape[-3]} blocks do not fit the {self.nnz} of this layer, whose values are a "

@@ -18,6 +18,7 @@ from ...pattern import Pattern, indices_of, ranks, top_keys, top_keys_of_rows
 from ...pattern_update import moved, origins, update_pattern_
 from ..linear import BsrLinear
 from ..module import put_data
+from ..parametrized import check_not_computed
 from .scores import Blocks, Scores, magnitude_of, plain
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
@@ -193,6 +194,8 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
     if layer._buffers["crow_indices"].is_meta:
         raise ValueError(f"{op}: the layer is on the meta device, and has no pattern yet")
     values = layer._parameters.get("values")
+    if values is None:
+        check_not_computed(op, layer)
     plain(layer.values if values is None else values)
 
 
