@@ -127,7 +127,7 @@ def cases(device: str = "cuda") -> Iterator[HostCase]:
     }
     dense_gelu = nn.Sequential(nn.Linear(128, 128, **where), nn.GELU())
     gelu = BsrLinear(128, 128, activation="gelu", **sparse), dense_gelu, (a,)
-    swiglu = SwiGLU(128, 256, density=0.5, **where), DenseSwiGLU(128, 256, **where), (a,)
+    swiglu = SwiGLU(128, 256, density=0.5, **where).eval(), DenseSwiGLU(128, 256, **where), (a,)
     causal = causal_attention, causal_sdpa, qkv
     fa4 = causal_fa4 if device == "cuda" else None
     mask = create_block_mask(lambda b, h, i, j: i - j < 64, None, None, 128, 128, device=device)

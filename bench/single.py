@@ -116,7 +116,10 @@ def feed_forward(compiled: bool) -> SingleCase:
 
     def make() -> Calls:
         x = torch.randn(CUBE, 4096, **ON_GPU)
-        modules = {OURS: SwiGLU(4096, 14336, density=0.05, **ON_GPU), "dense": DenseSwiGLU(4096, 14336, **ON_GPU)}
+        modules = {
+            OURS: SwiGLU(4096, 14336, density=0.05, **ON_GPU).eval(),
+            "dense": DenseSwiGLU(4096, 14336, **ON_GPU),
+        }
         return {name: no_grad(torch.compile(m) if compiled else m, x) for name, m in modules.items()}
 
     return SingleCase(f"SwiGLU 4096 to 14336, 0.05, inference, {'compiled' if compiled else 'eager'}", make, 0.05)

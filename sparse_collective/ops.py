@@ -171,7 +171,8 @@ def bsr_gated_linear(
 
     One kernel serves a BsrMatrix with blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two
     halves are never reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's
-    dtype before; `explain` says so.
+    dtype before; `explain` says so. So a result with gradients may differ in its last bits from one without, also in a
+    reentrant checkpoint. nn.GatedBsrLinear and SwiGLU in training mode give the results with gradients in both.
 
     Of float8 operands both halves are rounded to the result's dtype before the gate, which is in fp32, whoever computes
     it, as quantize_gated does with bsr_linear's result. One kernel serves blocks whose rows are a multiple of 128 on

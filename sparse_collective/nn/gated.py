@@ -17,9 +17,12 @@ from .linear import BsrLinear
 __all__ = ["GatedBsrLinear", "GatedLinear", "gated_linear"]
 
 
-def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-    """activation(g) * u, where x @ W.T + bias has 64 columns of g, 64 of u, and so on. W: a BsrMatrix or Bsr24."""
-    if bias is None:
+def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None, fused: bool = True) -> Tensor:
+    """activation(g) * u, where x @ W.T + bias has 64 columns of g, 64 of u, and so on. W: a BsrMatrix or Bsr24.
+
+    fused: use the kernel that also computes the gate where there is one, which does not round g and u.
+    """
+    if bias is None and fused:
         return bsr_gated_linear(x, W, activation=activation)
     return gate(bsr_linear(x, W, bias=bias), activation)
 
@@ -45,8 +48,10 @@ class GatedBsrLinear(BsrLinear):
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
         bias, blocksize, density, mask, indices, device, dtype: see BsrLinear.
 
-    Forward takes x (..., K) and returns (..., H). Without a gradient and a bias it is one kernel where
-    bsr_gated_linear is. Pruning, hooks, state and sharding are those of a BsrLinear.
+    Forward takes x (..., K) and returns (..., H). After `eval()`, without a gradient and a bias, it is one kernel
+    where bsr_gated_linear is; that kernel does not round x @ G.T and x @ U.T. In training mode results are bitwise
+    identical with and without grad mode, so that checkpoints recompute what they computed, with use_reentrant or not.
+    Pruning, hooks, state and sharding are those of a BsrLinear.
 
     Raises:
         TypeError, ValueError: as BsrLinear does, and for an out_features that is not a multiple of 128.
@@ -72,7 +77,9 @@ class GatedBsrLinear(BsrLinear):
         super().__init__(in_features, out_features, bias, blocksize, activation=activation, **weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated_linear(x, self.weight, self.bias, self.activation)
+        W = self.weight
+        fused = not (self.training and (W.requires_grad or x.requires_grad))
+        return gated_linear(x, W, self.bias, self.activation, fused)
 
     @classmethod
     def from_linears(

@@ -39,7 +39,7 @@ def check_not_computed(op: str, layer: nn.Module) -> None:
     """TypeError if `values` are computed of another parameter, so that a write to them would be lost."""
     if name_of_values(layer) != "values":
         raise TypeError(
-            f"{op}: values of this {type(layer).__name__} are computed of {name_of_values(layer)}, and cannot be changed "
-            'in place; call torch.nn.utils.parametrize.remove_parametrizations(layer, "values"), or '
+            f"{op}: values of this {type(layer).__name__} are computed of {name_of_values(layer)}, and cannot be "
+            'changed in place; call torch.nn.utils.parametrize.remove_parametrizations(layer, "values"), or '
             'torch.nn.utils.prune.remove(layer, "values"), before'
         )

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cute_kernels.reference import gate
 from cute_kernels.testing.reference import normal
@@ -57,6 +58,7 @@ def test_a_gated_layer(place, activation, bias):
     assert layer.values.grad is not None and x.grad is not None and (not bias or layer.bias.grad is not None)
     with torch.no_grad():
         near(layer(x), wanted, 2)
+        near(layer.eval()(x), wanted, 2)
     back = layer.to_linear()
     assert type(back) is GatedLinear and back.activation == activation
     near(back(x), wanted, 2)
@@ -87,6 +89,31 @@ def test_refused():
 
 
 # -- modules call their children ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["SwiGLU", "SwiGLU, bias", "experts"])
+def test_checkpoints_recompute_what_they_computed(place, name, use_reentrant, compiled):
+    """In training mode, results and gradients are bitwise those of a plain call, also without grad mode."""
+    options = {"blocksize": (128, 128), "density": 0.75, "device": place, "dtype": BF16}
+    if name == "experts":
+        layer = BsrMixtureOfExperts(256, 256, 4, 2, group_rows=64, **options)
+    else:
+        layer = SwiGLU(256, 256, "bias" in name, **options)
+    x = normal(150, 256, device=place).requires_grad_()
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    y = run(x)
+    with torch.no_grad():
+        assert torch.equal(run(x), y)
+    inputs = x, *layer.parameters()
+    wanted = torch.autograd.grad(y.float().square().mean(), inputs)
+    layer.zero_grad()
+    again = checkpoint(run, x, use_reentrant=use_reentrant)
+    assert torch.equal(again, y)
+    again.float().square().mean().backward()  # a reentrant checkpoint has no autograd.grad
+    assert all(torch.equal(t.grad, right) for t, right in zip(inputs, wanted, strict=True))
 
 
 def composites(place) -> dict[str, nn.Module]:
