@@ -1,6 +1,7 @@
-"""python -m demo: prune a real layer, attend to a long prompt, both in blocks; check, time or compile the kernels."""
+"""python -m demo: a pruned model that recovers, its layer computed here, a long prompt; on a GPU, times."""
 
 import argparse
+import os
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +15,7 @@ from rich.markup import escape
 from bench.table import make_console
 from sparse_collective import BsrMatrix
 
-from . import accuracy, figure, long_context, timing
+from . import accuracy, figure, long_context, recorded, timing
 from .device import why_no_gpu
 from .layer import FeedForward, load_layer
 
@@ -35,22 +36,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def show_accuracy(console: Console, layer: FeedForward) -> list[accuracy.Accuracy]:
-    """The study of the real layer."""
+def show_recovery(console: Console) -> list[recorded.Recovery]:
+    """What pruning and training do to a whole model, as it was recorded."""
+    rows, source = recorded.load()
     console.print(
-        f"\nOne feed-forward layer of all-MiniLM-L6-v2, {len(layer.x)} tokens of real text: "
-        f"{layer.w1.shape[1]} -> {layer.w1.shape[0]} -> {layer.w2.shape[0]}.\n"
-        "Both weights keep only their blocks of largest norm: plain magnitude pruning, nothing retrained.\n"
+        "\nMiniLM, a sentence encoder, with the feed-forward layers pruned to 32x32 blocks."
+        "\nPruning alone ruins it; some hundred training steps bring it back:\n"
+    )
+    console.print(recorded.table(rows))
+    console.print(f"[dim]{escape(source)}[/]\n")
+    return rows
+
+
+def show_accuracy(console: Console, layer: FeedForward) -> list[accuracy.Accuracy]:
+    """Check the block-sparse GEMMs on a real layer."""
+    shape = f"{layer.w1.shape[1]} -> {layer.w1.shape[0]} -> {layer.w2.shape[0]}"
+    console.print(
+        f"Its first layer here and now: {shape}, {len(layer.x)} tokens of real text.\n"
+        "Does bsr_linear compute what the pruned weights should give?\n"
     )
     with console.status("pruning and comparing"):
         rows = [accuracy.measure(layer, *point) for point in product(BLOCKS, DENSITIES)]
     console.print(accuracy.accuracy_table(rows))
     console.print(
-        "[cyan]Cyan[/]: bsr_linear against the same pruned weights in fp32; beside it, the error of torch's "
-        "dense fp16 product.\n"
-        "[yellow]Yellow[/]: against the unpruned layer. Taking this much out of a finished model ruins its "
-        "output, however exact\n"
-        "the product: a model meant to be sparse is trained or fine-tuned with its pattern in place.\n"
+        "Errors are relative to FP32 with the same pruned weights, in FP16; next to ours,\n"
+        "the error of torch's dense FP16 GEMMs.\n"
     )
     return rows
 
@@ -77,8 +87,8 @@ def show_timings(console: Console, layer: FeedForward, large: bool) -> list[list
             console.print(table)
             console.print("".join(f"{escape(note)}\n" for note in notes))
     console.print(
-        "Median device time with a flushed cache, the three called in turn. Dense: F.linear, unpruned.\n"
-        "torch BSR: F.linear with torch.sparse_bsr as shipped, without the bias. Errors: ours against fp32."
+        "Medians in µs with L2 flushed, the three called in turn. Dense: F.linear, unpruned.\n"
+        "torch BSR: F.linear with torch.sparse_bsr, without the bias."
     )
     return shown
 
@@ -86,18 +96,15 @@ def show_timings(console: Console, layer: FeedForward, large: bool) -> list[list
 def show_attention(console: Console, device: str, png: Path) -> long_context.LongContext:
     """Attention of a long prompt: its table and its picture."""
     console.print(
-        "\nA long prompt: each token sees its own document, a window of the last tokens, and the first ones of all.\n"
-        "Blocks of scores that hold nothing of it are neither loaded nor multiplied.\n"
+        "\nA long prompt: each token sees its own document, a window of the last tokens,\n"
+        "and the first tokens. Blocks of scores without any of these are not computed.\n"
     )
     with console.status("attending"):
         found = long_context.study("cuda" if device else "cpu")
     console.print(long_context.table(found))
     for note in dict.fromkeys(us for us in found.micros.values() if isinstance(us, str)):
         console.print(escape(note))
-    console.print(
-        "Blocks computed: of those of the causal mask. Times as above: medians, L2 flushed, called in turn. Error:\n"
-        "the worst of some runs of rows against fp32.\n"
-    )
+    console.print("Blocks computed: of those of the causal mask. Error: the largest of some rows,\nagainst FP32.\n")
     path = png.with_name("attention.png")
     saving = partial(figure.draw_saving, found=found, device=device)
     figure.write_png(path, partial(figure.draw_mask, mask=found.mask), saving, 1.3)
@@ -117,18 +124,18 @@ def inspect_kernels(console: Console) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, console, no_gpu = parse(argv), make_console(120), why_no_gpu()
+    args, console, no_gpu = parse(argv), make_console(80), why_no_gpu()
     if no_gpu:
-        console.print(f"{no_gpu} The products are computed by the reference on the CPU, and nothing is timed.")
+        console.print(f"{no_gpu}\nResults come from the reference on the CPU, and nothing is timed.")
     device = "" if no_gpu else torch.cuda.get_device_name()
     if device:
         console.print(f"Running on {device}.")
     results: list = []
     if not args.attention:
+        recovery = show_recovery(console)
         layer = load_layer("cuda" if device else "cpu")
-        rows = show_accuracy(console, layer)
-        results += rows
-        draw = partial(figure.draw_accuracy, rows=rows)
+        results += show_accuracy(console, layer)
+        draw = partial(recorded.draw, rows=recovery)
         if device:
             timings = show_timings(console, layer, large=not args.no_large)
             results += [row for table in timings for row in table]
@@ -145,4 +152,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # skip Python's shutdown, which takes seconds

@@ -11,7 +11,7 @@ from bench.figure import FAINT, INK, Axes, Figure, density_axis, series, styled
 from sparse_collective import BsrMatrix
 
 from . import long_context
-from .accuracy import Accuracy, block_name
+from .accuracy import block_name
 from .long_context import LongContext
 from .timing import DENSE, OURS, TORCH_BSR, Timing
 
@@ -67,12 +67,6 @@ def draw_chart(ax: Axes, rows: Sequence, lines: dict[str, tuple[str, Callable]],
     ax.set_ylabel(unit)
     ax.set_title(title, fontsize=10)
     ax.legend(frameon=False, fontsize=8)
-
-
-def draw_accuracy(ax: Axes, rows: Sequence[Accuracy]) -> None:
-    """How far the output moves when the layer is pruned and not retrained."""
-    title = "What pruning costs: magnitude only, nothing retrained"
-    draw_chart(ax, rows, {"": ("-", lambda row: row.change)}, title, "relative change of the output")
 
 
 def draw_timing(ax: Axes, rows: Sequence[Timing], device: str) -> None:

@@ -58,12 +58,6 @@ class Timing(Compared):
     blocksize: tuple[int, int]
     density: float
 
-    @property
-    def useful_tflops(self) -> float | None:
-        """Arithmetic on kept blocks alone, over the time."""
-        ours, flops = self.micros[OURS], 2 * self.tokens * self.shape[0] * self.shape[1] * self.density
-        return None if isinstance(ours, str) else flops / ours * 1e-6
-
 
 def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float | str]:
     """Median device time of each call in us, all of them timed in turns; or its error."""
@@ -125,8 +119,8 @@ def time_large(blocksizes: Sequence, densities: Sequence[float]) -> Iterator[Tim
 
 def timing_table(title: str, rows: Sequence[Timing]) -> tuple[Table, list[str]]:
     """The table, and the notes that its failures refer to."""
-    columns = ["M x K", "blocks", "kept", "dense us", "torch BSR us", "ours us", "x dense", "useful TFLOP/s"]
-    table = grid(["product"], [*columns, "rel. error"], title=title)
+    columns = ["M x K", "blocks", "kept", "dense", "torch BSR", "ours", "speed-up"]
+    table = grid(["layer"], columns, title=f"{title}: µs")
     notes: list[str] = []
 
     def micros(value: float | str) -> str:
@@ -138,9 +132,11 @@ def timing_table(title: str, rows: Sequence[Timing]) -> tuple[Table, list[str]]:
 
     for i, row in enumerate(rows):
         last = i + 1 == len(rows) or (rows[i + 1].layer, rows[i + 1].blocksize) != (row.layer, row.blocksize)
-        speedup, rate = row.speedup(), row.useful_tflops
+        speedup = row.speedup()
         cells = [row.layer, f"{row.shape[0]} x {row.shape[1]}", block_name(row.blocksize), f"{row.density:.1%}"]
         cells += [micros(row.micros[name]) for name in (DENSE, TORCH_BSR, OURS)]
-        cells += ["" if speedup is None else f"{speedup:.2f}", "" if rate is None else f"{rate:.1f}", row.shown_error]
+        cells += [
+            "" if speedup is None else f"{speedup:.2f}x" if row.agrees else f"[bold red]wrong: {row.error:.1e}[/]"
+        ]
         table.add_row(*cells, end_section=last)
     return table, [f"({i + 1}) {note}" for i, note in enumerate(notes)]
