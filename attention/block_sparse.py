@@ -32,7 +32,7 @@ OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
-_PLANS = PlanCache(operands=3)
+_PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
 def cache_of(mask: BlockMask) -> Derived:

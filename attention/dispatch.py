@@ -23,7 +23,7 @@ from .plan import FlashPlan, launch, without_kernel
 from .positions import check_offsets, lengths_at, refuse_offsets
 from .sinks import check_sinks
 
-_PLANS = PlanCache(operands=3)
+_PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
 def attention(

@@ -18,7 +18,7 @@ from .sinks import check_sinks
 OP = "attention"
 MOST = 2**31 - 1024  # tiles and positions are int32, and a tile may begin at the last row
 LEAST_TILE = 64  # rows of the smallest query tile
-_PLANS = PlanCache(operands=3)
+_PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
 def attention_packed(

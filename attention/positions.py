@@ -14,7 +14,7 @@ def check_offsets(op: str, q_offset: int | None, k_offset: int | None, rows: int
     """
     if q_offset is None and k_offset is None:
         return None
-    offsets = []
+    offsets: list[int] = []
     for name, offset, length in (("q_offset", q_offset, rows), ("k_offset", k_offset, columns)):
         offset = 0 if offset is None else offset
         if not isinstance(offset, int) or isinstance(offset, bool):
@@ -25,7 +25,7 @@ def check_offsets(op: str, q_offset: int | None, k_offset: int | None, rows: int
                 "if all positions are large, subtract the same number from both offsets"
             )
         offsets.append(offset)
-    return tuple(offsets)
+    return offsets[0], offsets[1]
 
 
 def lengths_at(lengths: tuple[int, int], offsets: Offsets) -> tuple[int, int]:

@@ -78,9 +78,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, dtype: torch.dtype 
     empty = largest == float("-inf")
     largest = largest.masked_fill(empty, 0.0)
     weights = [torch.exp(lse - largest) for lse in lses]
-    total = sum(weights).masked_fill(empty, 1.0)
-    out = sum(_by_row(weight / total, packed) * part.to(wide) for weight, part in zip(weights, outs, strict=True))
-    return out.to(dtype), (largest + total.log()).masked_fill(empty, float("-inf"))
+    total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
+    parts = [_by_row(weight / total, packed) * part.to(wide) for weight, part in zip(weights, outs, strict=True)]
+    return sum(parts[1:], parts[0]).to(dtype), (largest + total.log()).masked_fill(empty, float("-inf"))
 
 
 def _by_row(x: Tensor, packed: bool) -> Tensor:

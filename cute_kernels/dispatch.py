@@ -30,7 +30,7 @@ from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
 from .tile.element import VECTOR_BYTES
 
-_PLANS = PlanCache()
+_PLANS: PlanCache[Plan] = PlanCache()
 
 
 def gemm(

@@ -5,11 +5,13 @@ Sparse24 to `cute_kernels::sparse24_gemm` and its `_out`.
 """
 
 from collections.abc import Callable
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import dispatch
+from .annotations import Activation, GemmOptions, Precision
 from .checks import narrow, scaled, watched
 from .fp8.quantized import Quantized, unpacked
 from .gradients import differentiable
@@ -22,12 +24,32 @@ from .sparse24.format import Sparse24
 SPECIAL = frozenset({Sparse24, Quantized})  # operand types that are not tensors
 
 
+@overload
+def gemm(
+    a: Tensor | Sparse24 | Quantized,
+    b: Tensor | Quantized,
+    *,
+    return_amax: Literal[False] = False,
+    **options: Unpack[GemmOptions],
+) -> Tensor: ...
+
+
+@overload
+def gemm(
+    a: Tensor | Sparse24 | Quantized,
+    b: Tensor | Quantized,
+    *,
+    return_amax: Literal[True],
+    **options: Unpack[GemmOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def gemm(
     a: Tensor | Sparse24 | Quantized,
     b: Tensor | Quantized,
     *,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
@@ -40,7 +62,7 @@ def gemm(
     accumulation_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     return_amax: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute epilogue(activation(alpha * S(a @ b) + bias + beta * residual)) with FP32 accumulation.
 

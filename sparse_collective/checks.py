@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def check_group_numbers(op: str, expert_ids: Tensor) -> None:
         raise ValueError(f"{op}: expert_ids must have one contiguous dimension, one entry a run of rows; got {found}")
 
 
-def is_strided(x: object) -> bool:
+def is_strided(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
@@ -40,15 +41,15 @@ def extents(shape: Sequence[int], batch: str | None) -> tuple[int, ...]:
     if batch is None:
         return pair(shape, "shape")
     try:
-        shape = tuple(map(operator.index, shape))
+        found = tuple(map(operator.index, shape))
     except TypeError:
-        shape = (shape,)
-    if len(shape) != 3 or shape[0] < 1:
+        found = ()
+    if len(found) != 3 or found[0] < 1:
         raise ValueError(
             f"shape must be (L, M, K) with L at least 1, because {'values' if batch == 'values' else 'crow_indices'} "
-            f"has a dimension for the items of a batch; got {shape}"
+            f"has a dimension for the items of a batch; got {found or shape}"
         )
-    return shape
+    return found
 
 
 def pair(x: Sequence[int], name: str) -> tuple[int, int]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from cute_kernels.annotations import BlockScaleKind
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.fp8.quantize import quantize
 
 from . import checks as arguments
 from .bsr24.matrix import Bsr24, pruned
+from .like_tensor import LikeTensor
 
 
-class Conversions:
+class Conversions(LikeTensor):
     """The conversions of BsrMatrix, which inherits them."""
 
     __slots__ = ()
@@ -77,7 +79,7 @@ class Conversions:
             begin += m.nnz
         values = of_bits(torch.cat([bits(m.values) for m in matrices]), matrices[0].dtype)
         parts = torch.stack(crow), torch.cat([m.col_indices for m in matrices]), values
-        state = {"check": any(m.check for m in matrices), "checked": all(m.checked for m in matrices)}
+        state: dict[str, Any] = {"check": any(m.check for m in matrices), "checked": all(m.checked for m in matrices)}
         if any(m.scaled_per for m in matrices):
             ones = values.new_ones(1, dtype=torch.float32)
             each = [(ones if m.scales is None else m.scales).expand(m.nnz) for m in matrices]
@@ -224,7 +226,7 @@ class Conversions:
             block_view(dense.flatten(0, -2), self.blocksize)[row, col] = values
         return of_bits(dense, self.dtype)
 
-    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Self:
+    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: BlockScaleKind = "block") -> Self:
         """The same pattern with 8-bit values and their scales, as cute_kernels.quantize makes them.
 
         Args:

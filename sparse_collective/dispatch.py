@@ -49,7 +49,7 @@ from .checks import RUN_MULTIPLE, check_group_numbers
 GATED = "bsr_gated_linear"
 NARROW = ("bsr_matmul", "bsr_linear")  # support FP8 outputs
 WITH_PRECISION = ("bsr_matmul", "bsr_linear")  # multiply float32 as they are told
-_PLANS = PlanCache()
+_PLANS: PlanCache[Plan] = PlanCache()
 
 
 def routing(op, x, W, expert_ids, offs, group_rows) -> padded_rows.Padding | None:

@@ -1,6 +1,8 @@
 """The torch.Tensor interface of a BsrMatrix: conversions, sizes, `@`, and torch functions."""
 
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,12 +17,20 @@ WORKS = (
     "W, bias), and bsr_matmul, bsr_linear, bsr_gated_linear, bsr_grouped_linear and sddmm of sparse_collective; for "
     "anything else take W.values, W.to_dense() or W.to_torch()"
 )
-FUNCTIONS = {}  # torch function -> what it is with a BsrMatrix among its arguments; see torch_functions.py
+FUNCTIONS: dict[Callable, Callable] = {}  # torch function -> what it is with a BsrMatrix; see torch_functions.py
 FORMS = "(device), (dtype), (device, dtype) or (other), then non_blocking and copy"
 
 
 class LikeTensor:
     """The methods of torch.Tensor that make sense of a BsrMatrix. Of a transposed view they give one again."""
+
+    if TYPE_CHECKING:  # attributes of BsrMatrix, which inherits these methods
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        _make: ClassVar[Any]
 
     __slots__ = ()
     __array_ufunc__ = None  # so that a NumPy array leaves `array @ W` to this class, which says what works
@@ -77,7 +87,7 @@ class LikeTensor:
 
     def _conversion(self, args: tuple, kwargs: dict) -> tuple[torch.device, torch.dtype, bool, bool]:
         """(device, dtype, non_blocking, copy) of a call of `to`."""
-        names = ("device", "dtype", "non_blocking", "copy")
+        names: tuple[str, ...] = ("device", "dtype", "non_blocking", "copy")
         if args and isinstance(args[0], torch.dtype):
             names = names[1:]
         elif args and isinstance(args[0], (Tensor, LikeTensor)):

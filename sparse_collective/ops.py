@@ -6,10 +6,12 @@ differentiable form of the first.
 """
 
 from collections.abc import Callable
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from cute_kernels.annotations import Activation, Precision
 from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
@@ -21,6 +23,7 @@ from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
 
 from . import dispatch, padded_rows
+from .annotations import LinearOptions, MatmulOptions
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .gradients import differentiable
@@ -29,12 +32,32 @@ from .sddmm_kernel import dispatch as sddmm_dispatch
 Epilogue = Callable[[Tensor], Tensor]
 
 
+@overload
+def bsr_matmul(
+    W: BsrMatrix | Bsr24 | Tensor,
+    b: Tensor | Quantized,
+    *,
+    return_amax: Literal[False] = False,
+    **options: Unpack[MatmulOptions],
+) -> Tensor: ...
+
+
+@overload
+def bsr_matmul(
+    W: BsrMatrix | Bsr24 | Tensor,
+    b: Tensor | Quantized,
+    *,
+    return_amax: Literal[True],
+    **options: Unpack[MatmulOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def bsr_matmul(
     W: BsrMatrix | Bsr24 | Tensor,
     b: Tensor | Quantized,
     *,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
     epilogue: Epilogue | None = None,
@@ -44,7 +67,7 @@ def bsr_matmul(
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     return_amax: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
 
@@ -103,12 +126,32 @@ def bsr_matmul(
     return y if amax is None else (y, amax)
 
 
+@overload
+def bsr_linear(
+    x: Tensor | Quantized,
+    W: BsrMatrix | Bsr24 | Tensor,
+    *,
+    return_amax: Literal[False] = False,
+    **options: Unpack[LinearOptions],
+) -> Tensor: ...
+
+
+@overload
+def bsr_linear(
+    x: Tensor | Quantized,
+    W: BsrMatrix | Bsr24 | Tensor,
+    *,
+    return_amax: Literal[True],
+    **options: Unpack[LinearOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def bsr_linear(
     x: Tensor | Quantized,
     W: BsrMatrix | Bsr24 | Tensor,
     *,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: Tensor | None = None,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,
@@ -117,7 +160,7 @@ def bsr_linear(
     out_dtype: torch.dtype | None = None,
     scale_out: Tensor | None = None,
     return_amax: bool = False,
-    precision: str | None = None,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
 
@@ -149,7 +192,7 @@ def bsr_gated_linear(
     x: Tensor | Quantized,
     W: BsrMatrix | Bsr24 | Tensor,
     *,
-    activation: str | None = "silu",
+    activation: Activation | None = "silu",
     out: Tensor | None = None,
     scale_x: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -211,7 +254,7 @@ def bsr_grouped_linear(
     expert_ids: Tensor | None = None,
     group_rows: int | None = None,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: Tensor | None = None,
     epilogue: Epilogue | None = None,
     scale_x: Tensor | None = None,

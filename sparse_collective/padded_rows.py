@@ -71,7 +71,7 @@ def padding_for(op: str, x: Tensor, W, offs: Tensor, group_rows: int | None) -> 
         )
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be (T, K), got {tuple(x.shape)}; flatten its leading dimensions")
-    shape = getattr(W, "shape", ())
+    shape: tuple[int, ...] = getattr(W, "shape", ())
     if len(shape) == 3 and (offs.shape[0], x.shape[1]) != (shape[0], shape[2]):
         raise ValueError(
             f"{op}: W is {tuple(shape)}, so x must be (T, {shape[2]}) and offs ({shape[0]},), one for each of its "

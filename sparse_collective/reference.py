@@ -4,6 +4,8 @@ The blocks of a chunk and their rows of b are gathered, multiplied in one batch,
 result. The matrix is never densified. Accumulation is in FP32 (float64 for float64).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def product(W: BsrMatrix, b: Tensor) -> Tensor:
     items = W.shape[0]
     if W.batch == "values":
         each = b if b.dim() == 3 else b.expand(items, *b.shape)
-        scales = W.stored_scales if W.scaled_per == "block" else [W.stored_scales] * items
+        scales: Any = W.stored_scales if W.scaled_per == "block" else [W.stored_scales] * items
         given = zip(W.stored, each, scales, strict=True)
         return torch.stack([_multiply(W, v, rows, columns, x, M, scales=s) for v, x, s in given])
     # A pattern for each item: one matrix, whose rows and blocks are those of all items.
@@ -50,7 +52,8 @@ def grouped_linear(W: BsrMatrix, x: Tensor, expert_ids: Tensor) -> Tensor:
     for item in expert_ids.unique().tolist():
         if not 0 <= item < W.shape[0]:
             continue
-        taken, scales = expert_ids == item, W.stored_scales
+        taken = expert_ids == item
+        scales: Any = W.stored_scales
         if W.batch == "values":
             blocks, part = W.stored[item], slice(None)
             scales = scales[item] if W.scaled_per == "block" else scales

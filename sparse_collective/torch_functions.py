@@ -29,7 +29,7 @@ def matmul(input: BsrMatrix | Tensor, other: BsrMatrix | Tensor, *, out: Tensor 
         return ops.bsr_linear(input, other.t(), out=out)
     if isinstance(other, Tensor) and other.dim() == 1:
         return ops.bsr_linear(other, input, out=out)
-    return ops.bsr_matmul(input, other, out=out)
+    return ops.bsr_matmul(input, other, out=out)  # type: ignore[arg-type]  # the op names what `other` must be
 
 
 def linear(input: Tensor, weight: BsrMatrix, bias: Tensor | None = None) -> Tensor:

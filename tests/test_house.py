@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from cute_kernels.runtime.families import Family, families, load_all
 from cute_kernels.tile import barriers
 from cute_kernels.tile.barriers import Arrivals
 
-from .sources import PACKAGES, ROOT, files, imports
+from .sources import PACKAGES, ROOT, files, imports, module_of
 
 KNOW_NO_KERNEL = ("cute_kernels.runtime", "cute_kernels.tile")
 LONGEST = 120  # lines of a function
@@ -222,6 +223,23 @@ def test_every_kernel_says_which_barriers_it_uses():
                 kernel = family.kernel(family.entry(facts))
                 barriers.check(used[0], kernel.threads, used[1])
                 barriers.check_arrivals(used[0], kernel.threads, kernel.cluster, kernel.arrivals)
+
+
+def test_mypy_excludes_kernel_files_alone():
+    """A file that mypy does not check imports the DSL at module level, or the kernel that it extends."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    excluded = {path for path in files() if re.search(settings["exclude"], path.relative_to(ROOT).as_posix())}
+    kernels = {module_of(path) for path in excluded}
+    for path in excluded:
+        roots = {name for node in files()[path].body for name in names_imported(node)}
+        assert roots & {"cuda", "cutlass"} or imports()[module_of(path)] & kernels, path
+
+
+def names_imported(node: ast.stmt) -> list[str]:
+    """The top-level packages that a statement imports by absolute names."""
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    return [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 CLAUSE = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|Of|That|Those|Why)\b")

@@ -72,11 +72,12 @@ def backward_args(facts: BackwardFacts) -> tuple:
     if facts.blocks is not None:
         lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4, 4 if facts.deterministic else 1))
         blocks = (*lists, *function_args(facts.blocks.mask))
-    sums = tuple(tensor_like(facts.score.tensors[slot]) for slot in facts.score_sums) or None
+    score_tensors = () if facts.score is None else facts.score.tensors
+    sums = tuple(tensor_like(score_tensors[slot]) for slot in facts.score_sums) or None
     score = score_args(facts.score), sums
     bounds = (None, None) if facts.blocks else (Int32(0), Int32(0))
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds, *offsets_args(facts)
-    turns = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
+    turns: tuple = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
     if facts.path == "sm_90":  # a persistent kernel
         turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
     return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *score, *scalars, fake_stream()

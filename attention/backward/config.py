@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
@@ -194,7 +194,7 @@ class BackwardFacts:
     family: ClassVar[str] = "flash backward"
     arch: str  # the compiler's target
     path: str
-    config: BackwardConfig | None  # None before `choose.pick`
+    config: Any  # the configuration of a mainloop; None until one is picked
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output
@@ -224,13 +224,15 @@ class BackwardFacts:
     @cached_property
     def score_reads(self) -> list[Read]:
         """The score_mod's reads of the tensors in `score_sums`."""
-        return self.score.reads(self.score_sums)
+        return [] if self.score is None else self.score.reads(self.score_sums)
 
     @cached_property
     def keeps_scores(self) -> bool:
         """True if scores are kept for dS, which recomputes P from them; False if P times d score_mod / d score is kept.
         Scores are kept if the gradients of captured tensors need the scores, or P by itself."""
-        return bool(self.score_reads) and not (self.score.adds and not any(r.needs_score for r in self.score_reads))
+        if self.score is None or not self.score_reads:
+            return False
+        return not self.score.adds or any(r.needs_score for r in self.score_reads)
 
     @property
     def stages_do(self) -> int:

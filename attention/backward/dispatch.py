@@ -31,7 +31,7 @@ from .problem import bytes_of_a_row
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
-_PLANS = PlanCache(operands=3)
+_PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
 
 
 class Terms(NamedTuple):

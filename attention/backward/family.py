@@ -1,6 +1,7 @@
 """Kernel families of attention's backward, for tools and tests."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.families import Family, Request, register
@@ -30,10 +31,12 @@ class FlashBackward(Family):
 
     def entry(self, facts: BackwardFacts):
         if facts.path == "sm_90":
-            from .kernel_sm90 import FlashBackwardSm90 as FlashBackward
-        else:
-            from .kernel_sm80 import FlashBackwardSm80 as FlashBackward
-        return FlashBackward(facts)
+            from .kernel_sm90 import FlashBackwardSm90
+
+            return FlashBackwardSm90(facts)
+        from .kernel_sm80 import FlashBackwardSm80
+
+        return FlashBackwardSm80(facts)
 
     def arguments(self, facts: BackwardFacts) -> tuple:
         return backward_args(facts)
@@ -76,10 +79,10 @@ class FlashBackward(Family):
         return facts.spec.smem if facts.config.ctas == 1 else HALF_SMEM
 
     def describe(self, facts: BackwardFacts) -> dict[str, str]:
-        switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
-        switches += (("packed", facts.packed), ("in one order", facts.deterministic), ("offsets", facts.offsets))
-        switches += ((f"to {short(facts.grad_dtype)}", facts.grad_dtype),)
-        features = [text for text, enabled in switches if enabled]
+        switches: dict[str, Any] = {"left": facts.window.left, "right": facts.window.right, "softcap": facts.softcap}
+        switches |= {"packed": facts.packed, "in one order": facts.deterministic, "offsets": facts.offsets}
+        switches |= {f"to {short(facts.grad_dtype)}": facts.grad_dtype}
+        features = [text for text, enabled in switches.items() if enabled]
         if facts.score:
             features.append("score_mod" + f" with {len(facts.score_sums)} gradients" * bool(facts.score_sums))
         if facts.blocks:
@@ -120,9 +123,9 @@ class BackwardPrepare(Family):
         return (prepare_of(facts, False) for facts in FLASH_BACKWARD.bundle(op, request))
 
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
-        switches = (("of LSE, too", facts.lse_gradient), ("packed", facts.packed))
-        switches += ((f"sinks {short(facts.sinks)}", facts.sinks), (f"{facts.parts} semaphores", facts.parts))
-        features = [text for text, enabled in switches if enabled]
+        switches: dict[str, Any] = {"of LSE, too": facts.lse_gradient, "packed": facts.packed}
+        switches |= {f"sinks {short(facts.sinks)}": facts.sinks, f"{facts.parts} semaphores": facts.parts}
+        features = [text for text, enabled in switches.items() if enabled]
         return {
             "configuration": f"rows of {facts.tile_m}",
             "problem": f"delta D {_dims(facts.head_dim, facts.head_dim_v)}",

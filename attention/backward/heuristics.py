@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..forward.heuristics import HEAD_DIMS
-from .config import AheadConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
+from .config import AheadConfig, BackwardConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
 
 # By the larger of the two head dimensions: prefetched scores. A mask_mod that reads tensors needs too many registers.
 SM_90_AHEAD = {
@@ -14,7 +14,7 @@ SM_90_AHEAD = {
 }
 
 # By the larger of the two head dimensions.
-SM_90 = {dim: StepConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
+SM_90: dict[int, StepConfig | SharedColumnsConfig] = {dim: StepConfig(64, 128, 2, 2) for dim in (64, 96, 128)}
 
 # Two warpgroups split the columns of dK and dV. PAIR: each processes its own query tile.
 PAIR = SharedColumnsConfig(64, 64, 2, 2, query_tiles=2, dq_parts=2)
@@ -24,6 +24,7 @@ SM_90 |= {
 }
 
 # For blocks 64 wide: one consumer warpgroup per CTA, two CTAs per SM. At head dimension 128 that would spill.
+SM_90_NARROW: dict[int, StepConfig | SharedColumnsConfig]
 SM_90_NARROW = SM_90 | {64: StepConfig(64, 64, 2, 1, ctas=2), 96: StepConfig(64, 64, 1, 1, ctas=2), 128: PAIR}
 
 # By the larger of the two head dimensions: (tile_m, tile_n, stages, warps); the first that fits is selected. These
@@ -96,7 +97,7 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     tiles = SM_90 | {128: PAIR} if scattered else SM_90  # per-element atomics into gradients need registers
     if facts.blocks is not None and facts.blocks.block_k != 128:
         tiles = SM_90_NARROW
-    configs = []
+    configs: list[BackwardConfig] = []
     if facts.path == "sm_90" and tiles == SM_90 and dim in SM_90_AHEAD and has_registers_ahead(facts):
         configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:

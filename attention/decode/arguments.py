@@ -16,7 +16,6 @@ def decode_args(facts: DecodeFacts) -> tuple:
     parts = (fake_tensor("float32", 5, 4, 4), fake_tensor("float32", 4, 3, 1)) if facts.split else (None, None)
     ctas = (Int32(1),) if facts.path == "sm_90" else ()
     tensors = *tensor_args(facts), *sinks_args(facts), seqlens, table, score_args(facts.score), *parts
-    scales = ()
-    if facts.cache:
-        scales = (fake_tensor("float32", 2, None, 1) if used else None for used in (facts.k_descale, facts.v_descale))
+    used = (facts.k_descale, facts.v_descale) if facts.cache else ()
+    scales = (fake_tensor("float32", 2, None, 1) if there else None for there in used)
     return *tensors, *scales, *scalar_args(facts), Int32(1), *ctas, fake_stream()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from cute_kernels.arch import ArchSpec
 
@@ -11,8 +12,8 @@ from ..forward.heuristics import HEAD_DIMS, WIDE
 from .heuristics import WIDE_FEW, pick
 
 BOTH = WindowKind(left=True, right=True)
-ALL = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
-GPT_OSS = {"seqlens": True, "page_size": 64, "window": BOTH, "sinks": "bfloat16"}
+ALL: dict[str, Any] = {"seqlens": True, "page_size": 16, "split": True, "lse": True, "softcap": True, "window": BOTH}
+GPT_OSS: dict[str, Any] = {"seqlens": True, "page_size": 64, "window": BOTH, "sinks": "bfloat16"}
 SM_90_CASES = [
     *((d, d, {"split": True}) for d in HEAD_DIMS),
     *((d, d, ALL) for d in HEAD_DIMS),
@@ -26,7 +27,7 @@ SM_90_CASES = [
     (128, 128, ALL | {"split": False, "sinks": "float32"}),
 ]
 # A cache with sequence lengths and split-KV: ALiBi, causal, also paged, and a bias (B, H, Sq, Sk).
-SCORED = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
+SCORED: dict[str, Any] = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
 SCORED_CASES = [
     SCORED | {"score": SCORES["slopes"]},
     SCORED | {"score": SCORES["slopes"], "page_size": 64},
@@ -40,9 +41,9 @@ SM_80_CASES = [
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
 ]
 # FP8 caches: each head dimension with all features; plain; and other features that change the kernel.
-SCALES = {"k_descale": True, "v_descale": True}
+SCALES: dict[str, Any] = {"k_descale": True, "v_descale": True}
 E4M3, E5M2 = ({"cache": dtype} for dtype in ("float8_e4m3fn", "float8_e5m2"))
-PAGED = {"seqlens": True, "page_size": 64, "split": True}
+PAGED: dict[str, Any] = {"seqlens": True, "page_size": 64, "split": True}
 E5M2_CASES = [
     *((d, d, ALL | SCALES | E5M2) for d in HEAD_DIMS),
     (128, 128, E5M2 | PAGED | SCALES | {"dtype": "float16"}),

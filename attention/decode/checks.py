@@ -26,8 +26,8 @@ def check_cache(op: str, q, k, v, seqused_k, page_table, q_descale=None, k_desca
     if page_table is None:
         checks.check_qkv(op, q, k, v, "" if narrow else "kv")
     else:
-        parts = (t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v))
-        checks.check_qkv(op, *parts, "" if narrow else "kv")
+        parts = [t[:0] if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v)]
+        checks.check_qkv(op, parts[0], parts[1], parts[2], "" if narrow else "kv")
         if k.shape[0] != v.shape[0]:
             raise ValueError(f"{op}: k and v must have the same number of pages, got {k.shape[0]} and {v.shape[0]}")
         rows = k.shape[2]

@@ -26,12 +26,16 @@ class Decode(Family):
 
     def entry(self, facts: DecodeFacts):
         if facts.cache:
-            from .fp8.kernel import DecodeFloat8 as DecodeKernel
-        elif facts.path == "sm_90":
-            from .kernel_sm90 import DecodeSm90 as DecodeKernel
-        else:
-            from .kernel_sm80 import DecodeSm80 as DecodeKernel
-        return DecodeKernel(facts)
+            from .fp8.kernel import DecodeFloat8
+
+            return DecodeFloat8(facts)
+        if facts.path == "sm_90":
+            from .kernel_sm90 import DecodeSm90
+
+            return DecodeSm90(facts)
+        from .kernel_sm80 import DecodeSm80
+
+        return DecodeSm80(facts)
 
     def arguments(self, facts: DecodeFacts) -> tuple:
         return decode_args(facts)

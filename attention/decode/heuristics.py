@@ -102,8 +102,8 @@ def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
         candidates = (replace(facts, path="sm_80", config=c) for c in configs)
         return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
     if dim == WIDE:
-        configs = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
-        candidates = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in configs)
+        shapes = SM_80_WIDE_FEW[facts.page_size > 0] if packed_rows <= WIDE_FEW else SM_80_FORWARD[WIDE]
+        candidates = (replace(facts, path="sm_80", config=FlashConfig(*c)) for c in shapes)
         return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
     if facts.path == "sm_90":
         tile_n, stages, ctas = SM_90[dim]
@@ -175,11 +175,13 @@ def ctas_of(facts: DecodeFacts) -> int:
 def with_parts(function: Callable, shape: tuple | None, device: torch.device) -> Callable:
     """The compiled function with its partial results allocated: O of `shape` (splits, B, H, Sq, Dv), and LSE."""
 
+    shapes = () if shape is None else (shape, shape[:-1])
+
     def whole(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
         function(q, k, v, out, lse, sinks, seqlens, table, reads, None, None, *scalars)
 
     def split(q, k, v, out, lse, sinks, seqlens, table, reads, *scalars):
-        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:-1]))
+        parts = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
         function(q, k, v, out, lse, sinks, seqlens, table, reads, *parts, *scalars)
 
     return whole if shape is None else split

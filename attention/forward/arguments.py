@@ -17,7 +17,7 @@ def tensor_args(facts: FlashFacts) -> tuple:
         return fake_tensor(dtype, rank, rank - 1, align, (*(cute.sym_int32() for _ in range(rank - 1)), width))
 
     cache = getattr(facts, "cache", None) or facts.dtype
-    tensors = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
+    tensors: tuple = heads(facts.head_dim), heads(facts.head_dim, cache), heads(facts.head_dim_v, cache)
     if isinstance(facts, Float8Facts):
         size = facts.head_dim_v * facts.config.tile_n
         values = transposed_values(facts.dtype, size) if facts.fast else heads(facts.head_dim_v, facts.loaded_v)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -189,7 +190,8 @@ def token_scale_kind(plain: Float8Facts) -> Iterator[Float8Facts]:
         yield replace(terms, config=config)
     yield pick(replace(scaled, window=FEATURES[1][0], score=SCORES["slopes"], out_dtype="float16"), EXTENTS)
     for name in ("q_descale", "k_descale", "v_descale"):
-        yield pick(replace(plain, **{name: True}), EXTENTS)
+        scale: dict[str, Any] = {name: True}
+        yield pick(replace(plain, **scale), EXTENTS)
 
 
 def candidates(facts: FlashFacts, spec: ArchSpec) -> list:

@@ -3,7 +3,7 @@ them."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import Element, element_of
@@ -68,7 +68,7 @@ class FlashFacts:
     family: ClassVar[str] = "flash forward"
     arch: str  # the compiler's target
     path: str
-    config: FlashConfig | None  # None until one is picked
+    config: Any  # FlashConfig; None until one is picked
     dtype: str = "bfloat16"
     head_dim: int = 128  # of q and k
     head_dim_v: int = 128  # of v and of the output

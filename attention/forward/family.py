@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime import inspect
@@ -21,12 +22,16 @@ class FlashForward(Family):
 
     def entry(self, facts: FlashFacts):
         if isinstance(facts, Float8Facts):
-            from .fp8.kernel import FlashForwardFp8 as FlashForward
-        elif facts.path == "sm_90":
-            from .kernel_sm90 import FlashForwardSm90 as FlashForward
-        else:
-            from .kernel_sm80 import FlashForwardSm80 as FlashForward
-        return FlashForward(facts)
+            from .fp8.kernel import FlashForwardFp8
+
+            return FlashForwardFp8(facts)
+        if facts.path == "sm_90":
+            from .kernel_sm90 import FlashForwardSm90
+
+            return FlashForwardSm90(facts)
+        from .kernel_sm80 import FlashForwardSm80
+
+        return FlashForwardSm80(facts)
 
     def arguments(self, facts: FlashFacts) -> tuple:
         return forward_args(facts)
@@ -133,17 +138,17 @@ class Values(Family):
         return {"path": "sm_90", "problem": f"D {facts.head_dim}", "operands": "float8_e4m3fn", "epilogue": layout}
 
 
-def short(dtype: str | None) -> str | None:
-    """Short name of a dtype, for tables."""
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
+def short(dtype: str | None) -> str:
+    """Short name of a dtype, for tables; "" without one."""
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype or "", dtype or "")
 
 
 def describe(facts: FlashFacts) -> dict[str, str]:
     """Columns of a table row."""
-    switches = (("left", facts.window.left), ("right", facts.window.right), ("softcap", facts.softcap))
-    switches += (("lse", facts.lse), ("packed", facts.packed), (f"sinks {short(facts.sinks)}", facts.sinks))
-    switches += (("offsets", facts.offsets),)
-    features = [text for text, on in switches if on]
+    switches: dict[str, Any] = {"left": facts.window.left, "right": facts.window.right, "softcap": facts.softcap}
+    switches |= {"lse": facts.lse, "packed": facts.packed, f"sinks {short(facts.sinks)}": facts.sinks}
+    switches |= {"offsets": facts.offsets}
+    features = [text for text, on in switches.items() if on]
     if facts.score:
         features.append(f"score_mod of {len(facts.score.tensors)} tensors" if facts.score.tensors else "score_mod")
     if isinstance(facts, Float8Facts):
@@ -168,7 +173,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
 def divided(sass: str) -> list[str]:
     """Warpgroup-wide instructions between the vote that sends some warps to recompute their scores and the mma.sync
     instructions that recompute them."""
-    found, since = [], []
+    found: list[str] = []
+    since: list[str] = []
     for opcode in inspect.instructions(sass):
         if opcode.startswith("VOTE"):
             since = []

@@ -1,11 +1,13 @@
 """Heuristics for forward tiles: the candidates of a kernel and the selection for a call."""
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from cute_kernels.arch import ArchSpec
 
 from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts
 
+Facts = TypeVar("Facts", bound=FlashFacts)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WIDE = 512  # head dimension of q, k and v with a forward kernel but no backward
 L2_BYTES = 2**25  # K and V that CTAs work on at a time, so that they stay in L2
@@ -153,7 +155,7 @@ def is_fast(facts: FlashFacts) -> bool:
     return isinstance(facts, Float8Facts) and facts.fast
 
 
-def config_of_blocks(facts: FlashFacts) -> FlashConfig:
+def config_of_blocks(facts: Any) -> FlashConfig:
     """Tiles for a block mask: block_q is tile_m or a multiple, block_k is tile_n or a multiple."""
     blocks, dim = facts.blocks, max(facts.head_dim, facts.head_dim_v)
     if facts.path == "sm_90" and dim == WIDE:
@@ -296,7 +298,7 @@ def converts_inside(facts: Float8Facts, extents: Extents, group: int) -> bool:
     return visited / extents.sms * INSIDE_US_A_VALUE < before
 
 
-def pick(facts: FlashFacts, extents: Extents) -> FlashFacts:
+def pick(facts: Facts, extents: Extents) -> Facts:
     """The facts with the configuration of the lowest estimate, or the sm_80 path's first that fits."""
     if facts.blocks is not None:
         config = config_of_blocks(facts)

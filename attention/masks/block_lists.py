@@ -107,7 +107,8 @@ def grid(lengths: Sequence[int], blocksize: Sequence[int]) -> tuple[tuple[int, i
     for name, length in zip(("Sq", "Sk"), lengths, strict=True):
         if not 0 <= length <= MOST:
             raise ValueError(f"{name} must be in [0, {MOST}], got {length}")
-    return lengths, blocksize, *(-(-n // side) for n, side in zip(lengths, blocksize, strict=True))
+    (rows, cols), (block_q, block_k) = lengths, blocksize
+    return lengths, blocksize, -(-rows // block_q), -(-cols // block_k)
 
 
 def band_tables(lengths, blocksize, left: int | None, right: int | None, device) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ def band_tables(lengths, blocksize, left: int | None, right: int | None, device)
 def flags(mask) -> Tensor:
     """Errors of a BlockMask's lists, (5,) bool, in the order of first_error."""
     cols = mask.n_block_cols
-    parts = [[], [], []]
+    parts: list[list[Tensor]] = [[], [], []]
     tables = []
     for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
         width = index.shape[-1]
@@ -142,8 +143,8 @@ def flags(mask) -> Tensor:
 def first_error(mask) -> str:
     """Message of the first error of a BlockMask's lists. Copies them to the host."""
     cols, tables = mask.n_block_cols, []
-    for full in ("", "full_"):
-        names = f"{full}kv_num_blocks", f"{full}kv_indices"
+    for prefix in ("", "full_"):
+        names = f"{prefix}kv_num_blocks", f"{prefix}kv_indices"
         count, index = (getattr(mask, name).cpu() for name in names)
         width = index.shape[-1]
         for b, h, r in ((count < 0) | (count > width)).nonzero()[:1].tolist():

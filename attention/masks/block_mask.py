@@ -10,7 +10,7 @@ usual masks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,11 +102,9 @@ class BlockMask(Pictured):
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise ValueError("full_kv_num_blocks and full_kv_indices must both be given or both be None")
         if full_kv_num_blocks is None and isinstance(kv_num_blocks, Tensor):
-            full_kv_num_blocks, full_kv_indices = (
-                torch.zeros_like(kv_num_blocks),
-                kv_indices,
-            )  # its entries are not read
-        tables = dict(zip(TABLES, (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices), strict=True))
+            full_kv_num_blocks, full_kv_indices = torch.zeros_like(kv_num_blocks), kv_indices  # entries are not read
+        lists = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+        tables: dict[str, Any] = dict(zip(TABLES, lists, strict=True))
         for name, t in tables.items():
             if not is_strided(t) or t.dtype is not torch.int32:
                 raise TypeError(f"{name} must be a strided int32 tensor, got {describe(t)}")
@@ -316,8 +314,10 @@ class BlockMask(Pictured):
         Full blocks that the diagonal crosses become partial, so mask_mod must be True everywhere in full blocks.
         """
         partial, full = self.tables()
-        options = {} if self.mask_mod is None else {"partial": partial, "mask_mod": self.mask_mod}
-        return self.from_blocks(partial | full, self.blocksize, lengths=self.lengths, causal=True, **options)
+        edges = None if self.mask_mod is None else partial
+        return self.from_blocks(
+            partial | full, self.blocksize, lengths=self.lengths, partial=edges, mask_mod=self.mask_mod, causal=True
+        )
 
     def crop(self, lengths: Sequence[int]) -> BlockMask:
         """The upper left part, of the first Sq rows and Sk columns of lengths = (Sq, Sk), as FlexAttention's _adjust.

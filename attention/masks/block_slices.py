@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from sparse_collective.checks import describe, is_strided
 
 from .block_lists import grid
-from .element_mask import check_extents, element_mask
+from .element_mask import check_extents, for_kernel, trace_mask
 from .mask_mods import InBlocks, Or, Sliced, both
 
 DIMENSIONS = ("batch index", "head", "row of blocks")
@@ -45,7 +45,7 @@ def sharded(mask, lengths, *offsets):
     return _part(mask, lengths, first, tuple(blocks))
 
 
-def _part(mask, lengths, first: tuple[int, int], blocks: tuple[int, int]):
+def _part(mask, lengths, first: tuple[int, ...], blocks: tuple[int, ...]):
     """`blocks` rows and columns of blocks from `first` on, up to `lengths` elements."""
     (row, col), (rows, cols) = first, blocks
     partial, full = (t[..., row : row + rows, col : col + cols] for t in mask.tables())
@@ -122,10 +122,10 @@ def sliced(mask, index):
     mask_mod = mask.mask_mod
     if mask_mod is not None:
         if not is_compiling():  # once sliced, the indices come from tensors and cannot be checked
-            check_extents(*element_mask(mask_mod, mask.device), *sizes[:2], mask.lengths)
-        places = [None if positions is None else positions.to(torch.int32) for positions in where]
-        one = [positions is not None and len(positions) == 1 for positions in where[:2]]
-        mask_mod = Sliced(mask_mod, *places, *one, block_q)
+            check_extents(*for_kernel(trace_mask(mask_mod, mask.device)), mask.batch, mask.heads, mask.lengths)
+        items, heads, rows = [None if positions is None else positions.to(torch.int32) for positions in where]
+        one_item, one_head = [positions is not None and len(positions) == 1 for positions in where[:2]]
+        mask_mod = Sliced(mask_mod, items, heads, rows, one_item, one_head, block_q)
     facts = {"lengths": (length, mask.lengths[1]), "blocksize": mask.blocksize, "mask_mod": mask_mod}
     return type(mask)(*lists, **facts, check=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -22,7 +24,8 @@ def blocks_of_bsr(pattern: BsrMatrix | Tensor, heads: int | None) -> tuple[Tenso
         crow, col = pattern.crow_indices(), pattern.col_indices()  # (rows + 1,), (nnz,); in a batch (L, ...)
         if crow.dim() > 2:
             raise ValueError(f"pattern must have at most one batch dimension, got shape {tuple(pattern.shape)}")
-        blocksize = tuple(pattern.values().shape[crow.dim() : crow.dim() + 2])
+        bm, bk = pattern.values().shape[crow.dim() : crow.dim() + 2]
+        blocksize = bm, bk
     else:
         raise TypeError(f"pattern must be a BsrMatrix or a torch.sparse_bsr tensor, got {describe(pattern)}")
     return blocks_of_indices(crow, col, pattern.shape[-2:], blocksize, heads)
@@ -75,7 +78,7 @@ def of_elements(seen: Tensor, lengths, blocksize) -> tuple[Tensor, Tensor, Eleme
     return some & ~every, every, mask_mod
 
 
-def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:
+def lists_of_flex(mask) -> tuple[list, dict]:
     """The four tables of FlexAttention's mask, and lengths, blocksize and mask_mod; see BlockMask.from_flex."""
     if not isinstance(mask, FlexBlockMask):
         raise TypeError(f"mask must be FlexAttention's BlockMask, got {type(mask).__name__}")
@@ -84,12 +87,11 @@ def lists_of_flex(mask) -> tuple[list[Tensor | None], dict]:
     return tables_of_flex(*lists, lengths=mask.seq_lengths, blocksize=mask.BLOCK_SIZE, mask_mod=mask_mod)
 
 
-def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple[list[Tensor | None], dict]:
+def tables_of_flex(*given: Tensor | None, lengths, blocksize, mask_mod) -> tuple[list, dict]:
     """The same from its four lists, of which the last two may be None."""
-    lists = list(lists)
-    for i, dim in enumerate((3, 4, 3, 4)):
-        if lists[i] is not None:
-            lists[i] = lists[i][(None,) * (dim - lists[i].dim())].contiguous()
+    lists: list[Any] = []
+    for tensor, dim in zip(given, (3, 4, 3, 4), strict=True):
+        lists.append(None if tensor is None else tensor[(None,) * (dim - tensor.dim())].contiguous())
     lengths, blocksize, rows, cols = grid(lengths, blocksize)
     if lists[0].shape[2] != rows:
         raise ValueError(
@@ -98,7 +100,7 @@ def tables_of_flex(*lists: Tensor | None, lengths, blocksize, mask_mod) -> tuple
             "of the slice, or slice BlockMask.from_flex(whole), which sets both"
         )
     if lists[2] is not None and lengths[1] % blocksize[1]:
-        partial, full = table_of(*lists[:2], cols), table_of(*lists[2:], cols)
+        partial, full = table_of(lists[0], lists[1], cols), table_of(lists[2], lists[3], cols)
         partial[..., -1] |= full[..., -1]
         full[..., -1] = False
         lists = [*lists_of(partial), *lists_of(full)]
@@ -110,6 +112,6 @@ def to_flex(mask) -> FlexBlockMask:
     lists = list(mask.lists())
     for i in (0, 2):
         if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention uses the width as Mk when it transposes
-            lists[i : i + 2] = lists_of(table_of(*lists[i : i + 2], mask.n_block_cols))
+            lists[i : i + 2] = lists_of(table_of(lists[i], lists[i + 1], mask.n_block_cols))
     facts = {"BLOCK_SIZE": mask.blocksize, "seq_lengths": mask.lengths, "mask_mod": mask.mask_mod}
     return FlexBlockMask.from_kv_blocks(*lists, **facts)

@@ -87,7 +87,7 @@ def _conjunction(first: Program, second: Program) -> Program:
     return t.program(t.op("and", "bool", *seen))
 
 
-def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple[Tensor, ...]]:
+def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple]:
     """The compile-time mask of a kernel, and its call arguments: views of the captured tensors, then numbers.
 
     Raises:
@@ -96,7 +96,7 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
     return (None, ()) if mask_mod is None else for_kernel(trace_mask(mask_mod, device))
 
 
-def for_kernel(mask: Traced) -> tuple[ElementMask, tuple[Tensor, ...]]:
+def for_kernel(mask: Traced) -> tuple[ElementMask, tuple]:
     """The same for a traced mask."""
     views = views_of(mask.tensors)
     return ElementMask(mask.program, tuple(t.stride(-1) == 1 for t in views)), (*views, *mask.numbers)

@@ -145,7 +145,9 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 def _function(fn, what: str, numbers: list[int], tensors: list[Tensor]) -> str:
     """A function by the name of its code, and what it reads."""
-    captured, defaults, facts = [], [], []
+    captured: list = []
+    defaults: list = []
+    facts: list = []
     run_in_trace(_parts_of_function)
     if len(facts) == 0:  # this is not a trace of Dynamo: an eager call of the op, or an export that is not strict
         facts.append(_register(fn.__code__, fn.__globals__))
@@ -176,7 +178,7 @@ def _parts_of_function(context) -> None:
 
 def _state(name: str, numbers: list[int], tensors: list[Tensor]) -> str:
     """[index of the version, index of the first tensor, number of tensors] of the registered globals; or null."""
-    values = []
+    values: list = []
     run_in_trace(_values_of_state)
     if len(values) == 0:
         state = global_state.STATES[name]
@@ -191,14 +193,16 @@ def _state(name: str, numbers: list[int], tensors: list[Tensor]) -> str:
 
 def _values_of_state(context) -> None:
     name, values = (local_variable(context, name) for name in ("name", "values"))
-    state, entry = global_state.STATES[name.as_python_constant()], (global_state.__name__, "STATES")
+    state = global_state.STATES[name.as_python_constant()]
     if state is None:
         values.items.append(constant_variable(None))
     elif state.reads(*pending_writes()):
         raise RuntimeError(WRITTEN)
     else:
-        entry += (name.as_python_constant(),)
-        values.items.extend((entry_variable(*entry, "version", state.changes), entry_variable(*entry, "tensors")))
+        entry = global_state.__name__, "STATES", name.as_python_constant()
+        values.items.extend(
+            (entry_variable(*entry, "version", changes=state.changes), entry_variable(*entry, "tensors"))
+        )
 
 
 @torch.compiler.assume_constant_result
@@ -215,7 +219,7 @@ def _register(code: types.CodeType, scope: dict) -> str:
 
 def _float(value: float, tensors: list[Tensor]) -> str:
     """A float that is a constant of the graph by its text; one that is an input of the graph as a tensor."""
-    texts = []
+    texts: list[str] = []
     run_in_trace(_text_of_constant)
     if len(texts) == 0:  # not a trace of Dynamo
         texts.append(_text_of_float(value))
@@ -281,7 +285,8 @@ def read(
     known = _TRACES.get(key)
     if known is not None and not known.whole:
         return known.of_call(tensors)
-    stand_ins, states = _stand_ins(facts), []
+    stand_ins = _stand_ins(facts)
+    states: list = []
     function = _value(json.loads(text), numbers, stand_ins, tensors, states)
     if not all([state.is_current(numbers[number]) for state, number, _ in states]):
         if known is None or known.whole == "captured":  # which may be other tensors than those of the trace
@@ -359,4 +364,7 @@ def _value(part, numbers: Sequence[int], stand_ins: Sequence[Tensor], tensors: S
         values = values_of(parts)
         closure = tuple(types.CellType(x) for x in values[:count])
         return types.FunctionType(code, scope, code.co_name, tuple(values[count:]) or None, closure)
-    return {"tuple": tuple, "list": list, "method": lambda x: types.MethodType(*x)}[kind](values_of(rest))
+    values = values_of(rest)
+    if kind == "method":
+        return types.MethodType(*values)
+    return tuple(values) if kind == "tuple" else values

@@ -37,9 +37,9 @@ class Band:
     offset: int = 0
 
     def __call__(self, b, h, q, kv):
-        if self.left is None and self.right is None:
-            return kv >= 0
         if self.left is None:
+            if self.right is None:
+                return kv >= 0
             return kv <= q + (self.offset + self.right)
         if self.right is None:
             return kv >= q + (self.offset - self.left)
@@ -223,19 +223,18 @@ def window_bounds(window_size: Sequence[int | None] | None, causal: bool = False
     """
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
-    bounds = (None, None)
+    left = right = None
     if window_size is not None:
         try:
             left, right = window_size
-            bounds = tuple(None if x is None else operator.index(x) for x in (left, right))
+            left, right = [None if x is None else operator.index(x) for x in (left, right)]
         except (TypeError, ValueError):
             raise TypeError(
                 f"window_size must be (left, right), each an int or None (unbounded), got {window_size!r}; "
                 "the last w columns are (w - 1, 0)"
             ) from None
-        for name, x in zip(("left", "right"), bounds, strict=True):
+        for name, x in (("left", left), ("right", right)):
             if x is not None and x < -1:
                 raise ValueError(f"window_size's {name} bound must be at least 0, or None or -1 (unbounded), got {x}")
-        bounds = tuple(None if x in (None, -1) or x >= FAR else x for x in bounds)
-    left, right = bounds
+        left, right = [None if x is None or x == -1 or x >= FAR else x for x in (left, right)]
     return left, 0 if causal else right

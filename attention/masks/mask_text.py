@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from torch import Tensor
 
@@ -20,6 +21,14 @@ def written_mask(mask_mod: MaskMod | None) -> tuple[str | None, list[int], list[
         TypeError: see function_text.written.
     """
     return (None, [], []) if mask_mod is None else written(mask_mod, WHAT)
+
+
+@overload
+def read_mask(text: str, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> BoundMask: ...
+
+
+@overload
+def read_mask(text: None, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> None: ...
 
 
 def read_mask(text: str | None, numbers: Sequence[int], tensors: Sequence[Tensor], device) -> BoundMask | None:

@@ -17,7 +17,7 @@ from sparse_collective.checks import describe, is_strided
 
 from .block_lists import grid, tables_of_rows
 from .block_mask import BlockMask, create_block_mask
-from .mask_mods import Band, Dilated, GlobalTokens, Or, RowRange, SameDocument, both, window_bounds
+from .mask_mods import And, Band, Dilated, GlobalTokens, MaskMod, Or, RowRange, SameDocument, both, window_bounds
 
 __all__ = ["causal", "dilated", "dilated_blocks", "documents", "packed_documents", "sliding_window", "top_k"]
 __all__ += ["vertical_slash"]
@@ -65,7 +65,7 @@ def sliding_window(
     sees_all = (position >= 0) & (position < global_rows)
     begin, end = begin.masked_fill(sees_all, 0).clamp(min=0), torch.where(sees_all, last, end).clamp(0, sk)
     prefix = last.clamp(0, min(global_columns, sk))
-    mask_mod = None if left is None and right is None else Band(left, right, offset)
+    mask_mod: MaskMod | None = None if left is None and right is None else Band(left, right, offset)
     if mask_mod is not None and (global_columns or global_rows):
         mask_mod = Or(mask_mod, GlobalTokens(global_columns, global_rows, offset))
         mask_mod = both(mask_mod, Band(None, 0, offset) if causal else None)
@@ -141,8 +141,9 @@ def documents(
             got = f"{tuple(t.shape)} on {t.device}, and q_ids {tuple(q_ids.shape)} on {q_ids.device}"
             raise ValueError(f"{name} must be (S,) or (B, S), as q_ids and on its device, got {got}")
     lengths, batched = (q_ids.shape[-1], kv_ids.shape[-1]), q_ids.dim() == 2
-    mask_mod = SameDocument(q_ids.int(), kv_ids.int(), batched)
-    mask_mod = both(mask_mod, Band(None, 0, lengths[1] - lengths[0]) if causal else None)
+    mask_mod: MaskMod = SameDocument(q_ids.int(), kv_ids.int(), batched)
+    if causal:
+        mask_mod = And(mask_mod, Band(None, 0, lengths[1] - lengths[0]))
     batch = len(q_ids) if batched else 1
     return create_block_mask(mask_mod, batch, None, *lengths, device=q_ids.device, BLOCK_SIZE=blocksize)
 
@@ -168,7 +169,9 @@ def dilated(
     if operator.index(step) < 1:
         raise ValueError(f"step must be at least 1, got {step}")
     bounds = window_bounds(window_size, causal)
-    mask_mod = both(Dilated(step, sk - sq), None if bounds == (None, None) else Band(*bounds, sk - sq))
+    mask_mod: MaskMod = Dilated(step, sk - sq)
+    if bounds != (None, None):
+        mask_mod = And(mask_mod, Band(*bounds, sk - sq))
     return create_block_mask(mask_mod, None, None, sq, sk, device=device, BLOCK_SIZE=blocksize)
 
 

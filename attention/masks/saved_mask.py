@@ -55,8 +55,8 @@ class SavedMask:
         mask_mod = None
         if self.traced is not None:
             mask_mod = BoundMask(Traced(self.traced.program, tensors, (), numbers=self.traced.numbers))
-        facts = {"lengths": self.mask.lengths, "blocksize": self.mask.blocksize}
-        return BlockMask(*lists, **facts, mask_mod=mask_mod, check=False)
+        lengths, blocksize = self.mask.lengths, self.mask.blocksize
+        return BlockMask(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
 
 
 def saved_mask(mask: BlockMask, causal: bool, kernel: bool) -> tuple[SavedMask, list[Tensor]]:

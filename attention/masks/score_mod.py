@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class BoundScore:
         return any(t.requires_grad for t in self.tensors)
 
     @cached_property
-    def reads(self) -> tuple[Tensor, ...] | None:
+    def reads(self) -> tuple | None:
         """The tensors as a kernel takes them, and then the numbers; None where there are none."""
         return (*views_of(self.tensors), *self.numbers) or None
 
@@ -180,6 +180,14 @@ class BoundScore:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> BoundScore:
         return replace(self, tensors=tuple(tensors))
+
+
+@overload
+def bound(score_mod: None, device: torch.device) -> None: ...
+
+
+@overload
+def bound(score_mod: Callable | BoundScore, device: torch.device) -> BoundScore: ...
 
 
 def bound(score_mod: Callable | BoundScore | None, device: torch.device) -> BoundScore | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..annotations import Activation, ScaleKind
 from ..checks import check_tensor
 from ..dtypes import FLOAT8
 from ..functions import ACTIVATIONS
@@ -15,7 +16,7 @@ AXES = {"tensor": None, "row": -1, "column": -2, "head": (-2, -1)}  # dimensions
 BLOCKS = {"1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}  # rows and columns of x that share a scale
 
 
-def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "tensor") -> Quantized:
+def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: ScaleKind = "tensor") -> Quantized:
     """Quantize to FP8: (values, scale) with x approximately values * scale and amax at the end of dtype's range.
 
     gemm, the block-sparse GEMMs and attention accept the pair in place of an operand; see Quantized.
@@ -78,7 +79,7 @@ def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: str = 
 
 
 def quantize_gated(
-    z: Tensor, *, activation: str | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
+    z: Tensor, *, activation: Activation | None = "silu", dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Quantized:
     """Compute quantize(h, per="row") for h = activation(gate) * up in one kernel, between the two GEMMs of a gated
     feed-forward layer.

@@ -1,5 +1,7 @@
 """Fake arguments that the GEMM functions are compiled with."""
 
+from collections.abc import Callable
+
 from ..runtime.fake import fake_stream, fake_tensor
 from .config import GemmFacts
 
@@ -25,7 +27,7 @@ def epilogue_args(facts: GemmFacts) -> tuple:
 
     spec = facts.epilogue
     bias = None
-    if spec.bias:
+    if spec.bias and spec.bias_dtype:
         bias = fake_tensor(spec.bias_dtype, 2, 1, 1) if spec.bias_items else fake_tensor(spec.bias_dtype, 1, 0, 1)
     residual = None
     if spec.residual:
@@ -39,7 +41,7 @@ def scale_args(facts: GemmFacts) -> tuple:
 
     Block scales are (L, M, K / 128) and (L, N / 128, K / 128), with any strides.
     """
-    made = {None: lambda: None}
+    made: dict[str | None, Callable] = {None: lambda: None}
     made |= dict.fromkeys(("1x128", "128x128"), lambda: fake_tensor("float32", 3, None, 1))
     kinds = facts.epilogue.scale_m, facts.epilogue.scale_n
     return tuple(made.get(kind, lambda: fake_tensor("float32", 2, 1, 1))() for kind in kinds)

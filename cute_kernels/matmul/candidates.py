@@ -4,6 +4,7 @@ Each is the best one for some problem. `legality` filters them and `cost` ranks 
 """
 
 from dataclasses import replace
+from typing import Any
 
 from ..arch import ArchSpec
 from ..tile.element import Element
@@ -36,7 +37,8 @@ def sm90(
 
 def dense_sm90(spec: ArchSpec, element: Element) -> list[GemmConfig]:
     """Configurations worth trying; among equal costs the first one is taken."""
-    k, of = element.rows[0], {"spec": spec, "element": element}
+    k = element.rows[0]
+    of: dict[str, Any] = {"spec": spec, "element": element}
     shared_high, shared_low = split_sm90(k, spec, element)
     return [
         sm90(128, 192, k, 1, 1, 2, 1, consumer_groups=2, ring=1, **of),
@@ -68,8 +70,8 @@ def paired_sm90(k: int, cluster_m: int, cluster_n: int, **of) -> GemmConfig:
 def fp16_sums_sm90(k: int, pair: tuple[int, int], **of) -> list[GemmConfig]:
     """For FP16 accumulation, which has registers for 256 accumulators a thread: 128x256 tiles, ping-pong, with and
     without a cluster that shares an operand."""
-    shape, schedule = (128, 256, k, 1, 1), {"consumer_groups": 2, "ring": 1}
-    return [sm90(*shape, *pair, **schedule, **of), sm90(*shape, **schedule, **of)]
+    one = sm90(128, 256, k, 1, 1, consumer_groups=2, ring=1, **of)
+    return [sm90(128, 256, k, 1, 1, *pair, consumer_groups=2, ring=1, **of), one]
 
 
 def split_sm90(k: int, spec: ArchSpec, element: Element) -> tuple[list[GemmConfig], list[GemmConfig]]:

@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from .. import functions
 from ..arch import ArchSpec, arch_named
@@ -89,8 +90,8 @@ def dense_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
     """Dense GEMMs with other operands, outputs and epilogues."""
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    changes = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes: list[dict[str, Any]] = [{"majors": (a, b, "n")} for a in "km" for b in "kn"]
     changes += [
         {"majors": ("k", "n", "m")},
         {"dtype": "float16", "out_dtype": "float16"},
@@ -115,7 +116,7 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
 
 def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
     """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
-    narrow = [{"aligns": (align,) * 3} for align in (1, 2, 4)]
+    narrow: list[dict[str, Any]] = [{"aligns": (align,) * 3} for align in (1, 2, 4)]
     narrow += [
         {"aligns": (1, 1, 1), "majors": ("m", "k", "n")},
         {"aligns": (1, 1, 1), "majors": ("any", "any", "any")},
@@ -126,9 +127,15 @@ def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
 
 def shared(spec: ArchSpec) -> list[GemmFacts]:
     """A K shared among the CTAs of a cluster: what its store and exchange meet besides plain and loaded products."""
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    changes = ({"majors": ("k", "n", "m")}, fp32, {**fp32, "majors": ("k", "n", "m")}, {"epilogue": full()})
-    changes += ({"aligns": (8, 8, 1), "epilogue": COL}, {"ranks": (3, 3, 3)})
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes: list[dict[str, Any]] = [
+        {"majors": ("k", "n", "m")},
+        fp32,
+        {**fp32, "majors": ("k", "n", "m")},
+        {"epilogue": full()},
+        {"aligns": (8, 8, 1), "epilogue": COL},
+        {"ranks": (3, 3, 3)},
+    ]
     high, _ = split_sm90(BITS_16.rows[0], spec, BITS_16)
     return [dense(spec, spec.path, config, **change) for config in high for change in changes]
 
@@ -139,13 +146,18 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     spec = arch_named(arch)
     if quick or not spec.float8:
         return []
-    element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
+    element = element_of("float8_e4m3fn")
+    each: dict[str, Any] = {"scale_m": "row", "scale_n": "column"}
     blocks = EpilogueSpec(scale_m="1x128", scale_n="128x128")
     configs = family.candidates(spec.path, None, spec, element)
-    usual = {"majors": ("k", "k", "n"), "aligns": (element.vector, element.vector, 8), "dtype": "float8_e4m3fn"}
-    fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
-    direct = {"aligns": (element.vector, element.vector, 1)}
-    changes = [
+    usual: dict[str, Any] = {
+        "majors": ("k", "k", "n"),
+        "aligns": (element.vector, element.vector, 8),
+        "dtype": "float8_e4m3fn",
+    }
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
+    direct: dict[str, Any] = {"aligns": (element.vector, element.vector, 1)}
+    changes: list[dict[str, Any]] = [
         {"dtype": "float8_e5m2"},
         {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor")},
         {"epilogue": EpilogueSpec(**each)},
@@ -177,7 +189,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
-FP16_SUMS = {"dtype": "float16", "out_dtype": "float16", "acc_dtype": "float16"}
+FP16_SUMS: dict[str, Any] = {"dtype": "float16", "out_dtype": "float16", "acc_dtype": "float16"}
 
 
 def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
@@ -187,7 +199,7 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick:
         return []
     fp32, direct = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"epilogue": COL},
         {"epilogue": full(), **fp32},
         {"epilogue": kept("col")},
@@ -209,7 +221,7 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     return buildable(family, found)
 
 
-TF32 = {"dtype": "float32", "out_dtype": "float32", "majors": ("k", "k", "n"), "aligns": (4, 4, 4)}
+TF32: dict[str, Any] = {"dtype": "float32", "out_dtype": "float32", "majors": ("k", "k", "n"), "aligns": (4, 4, 4)}
 
 
 def fp32_bias(spec: EpilogueSpec, **more) -> EpilogueSpec:
@@ -223,7 +235,7 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     spec = arch_named(arch)
     if quick:
         return []
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"out_dtype": "bfloat16", "aligns": (4, 4, 8), "epilogue": fp32_bias(COL)},
         {"out_dtype": "float16", "aligns": (4, 4, 8)},
         {"majors": ("k", "k", "m"), "epilogue": fp32_bias(ROW)},
@@ -248,8 +260,7 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if spec.path != "sm_80":
         configs = family.candidates("sm_80", None, spec, element_of("float32"))
         for epilogue in (EpilogueSpec(), fp32_bias(COL)):
-            given = (dense(spec, "sm_80", config, **TF32, epilogue=epilogue) for config in configs)
-            found += buildable(family, given)[:1]
+            found += buildable(family, (dense(spec, "sm_80", c, **TF32, epilogue=epilogue) for c in configs))[:1]
     return buildable(family, found)
 
 
@@ -260,12 +271,12 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick or not spec.float8:
         return []
     element = element_of("float8_e4m3fn")
-    usual = {"majors": ("k", "k", "n"), "aligns": (element.vector,) * 3}
+    usual: dict[str, Any] = {"majors": ("k", "k", "n"), "aligns": (element.vector,) * 3}
     usual |= dict.fromkeys(("dtype", "out_dtype"), "float8_e4m3fn")
     wide = usual | {"dtype": "bfloat16", "aligns": (8, 8, element.vector)}
-    each = {"scale_m": "row", "scale_n": "column", "scale_out": True, "amax": True}
+    each: dict[str, Any] = {"scale_m": "row", "scale_n": "column", "scale_out": True, "amax": True}
     heavy = replace(COL, residual=None, **each)
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"epilogue": replace(LIGHT, **each), "majors": ("k", "k", "m")},
         {"epilogue": replace(full(), residual=None, **each), "majors": ("k", "k", "m")},
         {"epilogue": heavy, "aligns": (element.vector, element.vector, 1)},
@@ -343,7 +354,7 @@ def epilogue_text(spec: EpilogueSpec) -> str:
     """The terms in their order; "" for none."""
     terms = [f"{name}({each})" for name, each in (("s_a", spec.scale_m), ("s_b", spec.scale_n)) if each]
     terms += ["alpha"] if spec.scale else []
-    terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias else []
+    terms += [f"{spec.bias}{'s' if spec.bias_items else ''}({SHORT[spec.bias_dtype]})"] if spec.bias_dtype else []
     terms += [f"residual({spec.residual})"] if spec.residual else []
     terms += ["z"] if spec.stores_z else []
     terms += [spec.activation] if spec.activation else []

@@ -139,7 +139,7 @@ class EpilogueSpec:
     def is_light(self) -> bool:
         """True if it needs few registers: it loads only scales and computes at most a ReLU and an amax."""
         relu = "relu" if self.activation == "relu" else None
-        scales = {"scale_m": self.scale_m, "scale_n": self.scale_n, "scale_out": self.scale_out}
+        scales: dict[str, Any] = {"scale_m": self.scale_m, "scale_n": self.scale_n, "scale_out": self.scale_out}
         return self == EpilogueSpec(self.scale, activation=relu, **scales, amax=self.amax)
 
     @property
@@ -186,7 +186,7 @@ class GemmFacts:
     aligns: tuple[int, int, int] = (8, 8, 8)
     ranks: tuple[int, int, int] = (2, 2, 2)
     transposed: bool = False
-    block: BlockFacts | None = None
+    block: Any = None  # BlockFacts of a BSR operand
     ordered: bool = False
     epilogue: EpilogueSpec = field(default_factory=EpilogueSpec)
     use_fast_accum: bool = False

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from ..arch import ArchSpec, arch_named
 from ..runtime.families import Family, Request, register
@@ -62,7 +63,7 @@ class ProductFamily(Family):
         """True if it has kernels for this problem."""
         return problem.structured == self.structured and self.serves(problem.block)
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+    def candidates(self, path: str, block: Any, spec: ArchSpec, element: Element = BITS_16) -> list:
         """Configurations worth trying for operands of this element type; among equal costs the first one is taken."""
         raise NotImplementedError
 
@@ -139,7 +140,7 @@ class ProductFamily(Family):
         for dtype, block in itertools.product(request.dtypes, filter(self.serves, (None, *blocks))):
             yield from self.usual(op, spec, block, dtype)
 
-    def usual(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+    def usual(self, op: str, spec: ArchSpec, block: Any, dtype: str) -> Iterator[GemmFacts]:
         """Yield the facts of `bundle` for one kind of blocks and one dtype."""
         raise NotImplementedError
 
@@ -154,7 +155,7 @@ class Dense(ProductFamily):
     def serves(self, block: BlockFacts | None) -> bool:
         return block is None
 
-    def candidates(self, path: str, block: BlockFacts | None, spec: ArchSpec, element: Element = BITS_16) -> list:
+    def candidates(self, path: str, block: Any, spec: ArchSpec, element: Element = BITS_16) -> list:
         return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
@@ -167,7 +168,7 @@ class Dense(ProductFamily):
     def arguments(self, facts: GemmFacts) -> tuple:
         return dense_args(facts)
 
-    def usual(self, op: str, spec: ArchSpec, block: BlockFacts | None, dtype: str) -> Iterator[GemmFacts]:
+    def usual(self, op: str, spec: ArchSpec, block: Any, dtype: str) -> Iterator[GemmFacts]:
         for config in self.candidates(spec.path, None, spec):
             for epilogue in catalogue.epilogues_of("col", dtype):
                 for b in "nk":
@@ -175,8 +176,8 @@ class Dense(ProductFamily):
                     yield catalogue.dense(spec, spec.path, config, **terms)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        made = catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
-        made += (catalogue.tf32_kernels,)
+        made = [catalogue.dense_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels]
+        made += [catalogue.narrow_kernels, catalogue.tf32_kernels]
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
 

@@ -1,7 +1,7 @@
 """A GEMM problem as the kernels see it: the input of kernel selection."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..operand import Layout
 from ..tile.element import Element, element_of
@@ -44,7 +44,7 @@ class Problem:
     majors: tuple[str, str, str]
     ranks: tuple[int, int, int]
     epilogue: EpilogueSpec
-    block: BlockFacts | None = None
+    block: Any = None  # BlockFacts of a BSR operand
     transposed: bool = False
     density: float = 1.0  # of the sparse operand, like `stats`
     stats: PatternStats = NOT_KNOWN

@@ -6,7 +6,7 @@ An op calls `PlanCache.known`, and on a miss `PlanCache.checked`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -82,7 +82,10 @@ def layout_of(shape: Sequence[int], dtype: torch.dtype) -> tuple:
     return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
 
 
-class PlanCache:
+Plan = TypeVar("Plan", bound=CallPlan)
+
+
+class PlanCache(Generic[Plan]):
     """Plans of an op, cached by `terms` and the metadata of `tensors`: two or three operands, `out` unless it is None,
     and further tensors.
 
@@ -95,10 +98,10 @@ class PlanCache:
 
     def __init__(self, operands: int = 2):
         self.operands, self.three = operands, operands == 3
-        self.plans: dict[tuple | None, CallPlan] = {}
+        self.plans: dict[tuple | None, Plan] = {}
         self.recent: dict[tuple | None, list] = {}  # terms -> a few of (test of tensors, one requires grad, plan)
 
-    def known(self, terms: tuple | None, tensors: tuple, out) -> CallPlan | None:
+    def known(self, terms: tuple | None, tensors: tuple, out) -> Plan | None:
         """The cached plan of a call with the same terms and metadata, or None.
 
         A plan is returned only if out overlaps no other tensor, by comparing extents: out must end before the other
@@ -135,7 +138,9 @@ class PlanCache:
             pass
         return None
 
-    def checked(self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable, residual=None) -> CallPlan:
+    def checked(
+        self, op: str, terms: tuple | None, tensors: tuple, out, make: Callable[[], Plan], residual=None
+    ) -> Plan:
         """The plan of any call: a cached one, or `make()`, which checks everything except gradients and overlap.
 
         residual: the tensor that out may be identical to.

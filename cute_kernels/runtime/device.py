@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..annotations import Path
 from ..arch import PATHS, ArchSpec, arch_named, arch_of
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132}  # of A100, RTX 3090, RTX 4090, H100 and H200
@@ -16,7 +17,7 @@ forced_path = _FORCED.get
 
 
 @contextlib.contextmanager
-def path(name: str):
+def path(name: Path):
     """Context manager that forces a kernel path: "sm_80" (mma.sync, cp.async) or "sm_90" (WGMMA, TMA).
 
     The sm_80 kernels also run on newer GPUs, compiled for them. A call that the path does not support raises.

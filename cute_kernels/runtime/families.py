@@ -139,8 +139,8 @@ def family_named(name: str) -> Family:
     return _REGISTRY[name]
 
 
-def family_of(facts: Any) -> Family:
-    """The family that facts belong to."""
+def family_of(facts: Any) -> Any:
+    """The family that facts belong to, a Family of a class that depends on them."""
     return family_named(facts.family)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..arch import ArchSpec
 from ..matmul import catalogue, cost, legality
@@ -109,7 +109,7 @@ def candidates(spec: ArchSpec, element: Element) -> list[Sparse24Config]:
     ]
 
 
-def float8_candidates(shapes: list, own: list, spec: ArchSpec, element: Element) -> list[Sparse24Float8Config]:
+def float8_candidates(shapes: list, own: list, spec: ArchSpec, element: Element) -> list[Sparse24Config]:
     """FP8 configurations: the shapes of 16-bit elements with as many bytes of K.
 
     Promoted accumulation also has 128x128 with K-tiles of 256 columns, of which four stages fit: half as many
@@ -240,10 +240,11 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
     epilogue; other variations with one configuration."""
     if quick or not spec.float8:
         return
-    element, each = element_of("float8_e4m3fn"), {"scale_m": "row", "scale_n": "column"}
-    wide = {"aligns": (element.vector,) * 2 + (8,), "majors": ("k", "k", "n"), "dtype": "float8_e4m3fn"}
+    element = element_of("float8_e4m3fn")
+    each: dict[str, Any] = {"scale_m": "row", "scale_n": "column"}
+    wide: dict[str, Any] = {"aligns": (element.vector,) * 2 + (8,), "majors": ("k", "k", "n"), "dtype": "float8_e4m3fn"}
     fp32, direct = {"out_dtype": "float32", "aligns": (16, 16, 4)}, {"aligns": (16, 16, 1)}
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"dtype": "float8_e5m2"},
         {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor")},
         {"epilogue": EpilogueSpec(**each), "majors": ("k", "k", "m")},
@@ -279,7 +280,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
             yield catalogue.dense(spec, path, config, **usual, majors=("k", "k", "n"))
     if quick:
         return
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"dtype": "float16", "out_dtype": "float16"},
         {"majors": ("k", "k", "m")},
         {"epilogue": catalogue.LIGHT},

@@ -19,7 +19,7 @@ from .format import Sparse24
 
 OP = "gemm of a Sparse24"
 OTHER_TERMS = {"scale_out": None, "amax": None, "precision": None}
-_PLANS = PlanCache()
+_PLANS: PlanCache[Plan] = PlanCache()
 
 
 def gemm(

@@ -57,8 +57,8 @@ class Sparse24Family(ProductFamily):
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         spec = arch_named(arch)
-        found = [*config.kernels(self, spec, BITS_16, quick), *config.float8_kernels(self, spec, quick)]
-        found = dict.fromkeys(found)
+        made = [*config.kernels(self, spec, BITS_16, quick), *config.float8_kernels(self, spec, quick)]
+        found = dict.fromkeys(made)
         return [facts for facts in found if not self.unsupported(facts)]
 
 

@@ -194,7 +194,8 @@ class Sparse24(LikeTensor):
         places = places_of_cutlass(t.meta)
         if t.dtype.itemsize == 4:  # four bits describe two elements, counted as four halves
             places = places[..., 0].unflatten(-1, (-1, 2)) // 2 + torch.tensor([0, 2], device=places.device)
-        return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places, t.dtype.itemsize), tuple(t.shape))
+        M, K = t.shape
+        return cls(rows_for_tma(t.packed.detach().clone()), pack_metadata(places, t.dtype.itemsize), (M, K))
 
     def to_torch(self) -> Tensor:
         """Convert to torch.sparse.SparseSemiStructuredTensorCUTLASS, on any device; copies the stored elements.
@@ -225,7 +226,8 @@ class Sparse24(LikeTensor):
 
     def places(self) -> Tensor:
         """(M, K / 4, 2) int64: which two of each group are stored."""
-        return unpack_metadata(self.metadata, *self.shape, self.dtype.itemsize)
+        M, K = self.shape
+        return unpack_metadata(self.metadata, M, K, self.dtype.itemsize)
 
     def to(self, *device_or_dtype, **terms) -> "Sparse24":
         """Convert device or dtype like torch.Tensor.to; returns self if nothing changes.
@@ -235,8 +237,9 @@ class Sparse24(LikeTensor):
         values = self.values.to(*device_or_dtype, **terms)
         if values is self.values:
             return self
-        metadata = reordered(self.metadata.to(values.device), self.shape, self.dtype, values.dtype)
-        return type(self)(rows_for_tma(values), metadata, self.shape)
+        M, K = self.shape
+        metadata = reordered(self.metadata.to(values.device), (M, K), self.dtype, values.dtype)
+        return type(self)(rows_for_tma(values), metadata, (M, K))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,9 @@ WORKS = (
     "supported with a Sparse24 W: W @ b, x @ W.t(), torch.matmul and torch.mm of the same, "
     "torch.nn.functional.linear(x, W, bias) and cute_kernels.gemm(W, b); for anything else use W.to_dense()"
 )
-FUNCTIONS = {}  # torch function -> its implementation for a Sparse24 argument; see torch_functions.py
+FUNCTIONS: dict[
+    Callable, Callable
+] = {}  # torch function -> its implementation for a Sparse24 argument; see torch_functions.py
 
 
 class LikeTensor:
@@ -19,6 +24,14 @@ class LikeTensor:
 
     __slots__ = ()
     __array_ufunc__ = None  # NumPy then passes `array @ W` to this class, whose error says what is supported
+
+    if TYPE_CHECKING:  # of both subclasses
+        shape: torch.Size
+
+        @property
+        def dtype(self) -> torch.dtype: ...
+
+        def t(self) -> Any: ...
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -39,12 +52,12 @@ class LikeTensor:
         return FUNCTIONS[torch.matmul](x, self)
 
     @property
-    def T(self) -> LikeTensor:
+    def T(self) -> Any:
         """The transposed view, as t()."""
         return self.t()
 
     @property
-    def mT(self) -> LikeTensor:
+    def mT(self) -> Any:
         """The transposed view, as t()."""
         return self.t()
 
@@ -69,11 +82,11 @@ class Transposed24(LikeTensor):
 
     __slots__ = ("base",)
 
-    def __init__(self, base: LikeTensor):
+    def __init__(self, base: Any):  # a Sparse24
         self.base = base
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]  # Sparse24 stores it
         return torch.Size(self.base.shape[::-1])
 
     @property
@@ -88,7 +101,7 @@ class Transposed24(LikeTensor):
     def requires_grad(self) -> bool:
         return self.base.requires_grad
 
-    def t(self) -> LikeTensor:
+    def t(self) -> Any:
         """The Sparse24 itself."""
         return self.base
 

@@ -1,6 +1,7 @@
 """torch functions with a Sparse24 among their arguments: torch.matmul, torch.mm and torch.nn.functional.linear."""
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..runtime.torch_compat import order_of_matmul, run_in_trace
 from .like_tensor import FUNCTIONS, WORKS, LikeTensor, Transposed24
 
 
-def matmul(input: LikeTensor | Tensor, other: LikeTensor | Tensor, *, out: Tensor | None = None) -> Tensor:
+def matmul(input: Any, other: Any, *, out: Tensor | None = None) -> Tensor:
     """W @ b, b (K, N) or (K,); or x @ W.t(), x (..., K).
 
     Raises:
@@ -35,7 +36,7 @@ def matmul(input: LikeTensor | Tensor, other: LikeTensor | Tensor, *, out: Tenso
     return gemm(input, other, out=out)
 
 
-def linear(input: Tensor, weight: LikeTensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """x @ W.t() + bias: x (..., K) and bias (M,) give (..., M), contiguous."""
     if not isinstance(input, Tensor) or isinstance(bias, LikeTensor) or isinstance(weight, (Tensor, Transposed24)):
         raise TypeError(f"linear takes a Sparse24 as its weight alone; {WORKS}")

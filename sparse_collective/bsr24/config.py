@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels.arch import ArchSpec
 from cute_kernels.matmul import cost, legality
@@ -104,10 +104,8 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
         shapes += [(64, 256, line, 1, 2, 1, 2, 1, 1)] if low else []
         narrow += [(64, 64, wide, 1, 2, 1, 1, 1, 1), (64, 32, wide, 1, 2, 1, 1, 1, 1)]
         narrow += [] if low else [(128, 32, wide, 2, 1, 1, 1, 1, 1), (128, 16, wide, 2, 1, 1, 1, 1, 1)]
-    found = [of_shape(kind, shape, spec, element, rings=2) for shape in own]
-    found = [
-        config for config in found if config.stages > 2
-    ]  # with two stages only one load is in flight, which hides nothing
+    found: list[Any] = [of_shape(kind, shape, spec, element, rings=2) for shape in own]
+    found = [config for config in found if config.stages > 2]  # with two, one load is in flight, which hides nothing
     return found + [of_shape(kind, shape, spec, element) for shape in (*shapes, *narrow)]
 
 
@@ -161,7 +159,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
         return
     fp32, runs = {"out_dtype": "float32", "aligns": (8, 8, 4)}, {"ranks": (3, 2, 2), "batch": "patterns"}
     items = replace(LINEAR, residual=None, bias_items=True)
-    matmul = [
+    matmul: list[dict[str, Any]] = [
         {"ordered": True},
         {"dtype": "float16", "out_dtype": "float16"},
         {"majors": ("k", "k", "n")},
@@ -176,7 +174,7 @@ def kernels(family, spec: ArchSpec, element: Element, quick: bool) -> Iterator[G
         {**fp32, "epilogue": full()},
         {"batch": "values", "ranks": (4, 3, 3)},
     ]
-    layer = [
+    layer: list[dict[str, Any]] = [
         {"ordered": True},
         {"majors": ("k", "n", "m")},
         {**fp32, "epilogue": LINEAR},
@@ -204,7 +202,7 @@ def float8_kernels(family, spec: ArchSpec, quick: bool) -> Iterator[GemmFacts]:
     usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
     tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="column")
     loaded = replace(LINEAR, residual=None, scale_n="column")
-    changes = [
+    changes: list[dict[str, Any]] = [
         {},
         {"epilogue": one},
         {"use_fast_accum": True},

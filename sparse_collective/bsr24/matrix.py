@@ -14,9 +14,12 @@ tile of a block and 64 columns is contiguous.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
+from cute_kernels.annotations import BlockScaleKind
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.runtime.torch_compat import forward_operator
 from cute_kernels.sparse24.format import GROUP, KEPT, SLAB, SPAN, WORDS, compress, expand, pack_metadata, prune_2_4
@@ -66,6 +69,10 @@ class Bsr24:
     base = numbers = None  # attributes of a BsrMatrix that a Bsr24 never has
     __slots__ = ("compressed", "metadata")
 
+    if TYPE_CHECKING:  # the attributes that `compressed` has, defined below
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __init__(self, compressed: LikeTensor, metadata: Tensor):
         if not isinstance(compressed, LikeTensor):
             raise TypeError(f"Bsr24: compressed must be a BsrMatrix, got {type(compressed).__name__}")
@@ -110,7 +117,7 @@ class Bsr24:
         values = expand(self.values, unpack_blocks(self.metadata, bm, bk, self.dtype.itemsize))
         return _of_pattern(self.compressed, values, self.shape)
 
-    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: str = "block") -> Bsr24:
+    def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: BlockScaleKind = "block") -> Bsr24:
         """Quantize to FP8 values with scales, like BsrMatrix.quantize, with its errors."""
         return self._with(self.compressed.quantize(dtype, per))
 
@@ -206,7 +213,7 @@ class Bsr24:
 
     def __setstate__(self, state: tuple) -> None:
         """Restore a pickled matrix, checked like the constructor's arguments."""
-        self.__init__(*state)
+        Bsr24.__init__(self, *state)
 
 
 def _forward(name: str, text: str) -> property:

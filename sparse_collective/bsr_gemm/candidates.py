@@ -1,6 +1,7 @@
 """Candidate configurations of block-sparse GEMM: short lists, tuned on an H200."""
 
 from dataclasses import replace
+from typing import Any
 
 from cute_kernels.arch import ArchSpec
 from cute_kernels.matmul.candidates import fp16_sums_sm90, paired_sm90, sm80, sm90, split_sm90, tile_k_of
@@ -19,7 +20,8 @@ def promoted_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[G
 
     For small N the bytes of A in flight matter, so narrow K-tiles have rings of as many bytes as wide ones.
     """
-    k, of = tile_k_of(block, element), {"spec": spec, "element": element}
+    k = tile_k_of(block, element)
+    of: dict[str, Any] = {"spec": spec, "element": element}
     few = of | {"ring": 1, "most": 8 * element.rows[0] // k}
     own = {"consumer_groups": 2, "rings": 2, "ring": 1}
     low = -(-block.bm // 128) * 128 > -(-block.bm // 64) * 64

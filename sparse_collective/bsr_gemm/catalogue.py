@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul.candidates import split_sm90
@@ -81,8 +82,8 @@ def bsr_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 
 def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
     """GEMMs with 128x128 blocks and other operands, outputs and epilogues."""
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    matmul = [
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    matmul: list[dict[str, Any]] = [
         {"majors": ("k", "k", "n")},
         {"dtype": "float16", "out_dtype": "float16"},
         fp32,
@@ -95,7 +96,13 @@ def variations(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
         {"epilogue": ROW},
         {"epilogue": full()},
     ]
-    layer = [{}, {"majors": ("k", "n", "m")}, {"aligns": (8, 8, 1)}, {"epilogue": LIGHT}, {**fp32, "epilogue": LINEAR}]
+    layer: list[dict[str, Any]] = [
+        {},
+        {"majors": ("k", "n", "m")},
+        {"aligns": (8, 8, 1)},
+        {"epilogue": LIGHT},
+        {**fp32, "epilogue": LINEAR},
+    ]
     layer += [{"epilogue": kept("row")}, {"epilogue": kept("row"), "aligns": (8, 8, 1)}]
     layer += [{"epilogue": GATED, "aligns": (8, 8, 1)}, {"epilogue": GATED, **fp32}]
     found = [facts for change in matmul for facts in main(family, bsr, spec, path, (128, 128), **change)]
@@ -147,7 +154,7 @@ def batches(family, spec: ArchSpec, path: str) -> list[GemmFacts]:
 
 def unaligned(family, spec: ArchSpec) -> list[GemmFacts]:
     """Operands that cp.async takes in narrower copies, or element by element; the sm_80 path's alone."""
-    sparse = [{"aligns": (8, align, align)} for align in (1, 4)]
+    sparse: list[dict[str, Any]] = [{"aligns": (8, align, align)} for align in (1, 4)]
     sparse += [{"aligns": (8, 1, 8), "majors": ("k", "any", "n")}]
     found = [facts for change in sparse for facts in main(family, bsr, spec, "sm_80", (128, 128), **change)]
     return found + main(family, linear, spec, "sm_80", (128, 128), aligns=(8, 1, 1), epilogue=LINEAR)
@@ -159,12 +166,12 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick or not spec.float8:
         return []
     element = element_of("float8_e4m3fn")
-    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
-    fp32 = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
+    usual: dict[str, Any] = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (element.vector, element.vector, 4)}
     tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="column")
     loaded = replace(LINEAR, residual=None, scale_n="column")
     gated = replace(GATED, scale_n="column")
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"epilogue": EpilogueSpec()},
         {"epilogue": EpilogueSpec(), "scaled": True},
         {"epilogue": EpilogueSpec(activation="relu"), "scaled": True},
@@ -177,7 +184,7 @@ def float8_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
         {**fp32, "epilogue": tokens, "scaled": True},
         {"epilogue": tokens, "scaled": True, "batch": "values", "ranks": (4, 3, 3)},
     ]
-    gates = [
+    gates: list[dict[str, Any]] = [
         {"epilogue": gated, "scaled": True, "ordered": True},
         {"epilogue": replace(GATED, scale_m="tensor", scale_n="tensor")},
         {"epilogue": replace(gated, activation="gelu"), "scaled": True, "dtype": "float8_e5m2", "out_dtype": "float16"},
@@ -217,7 +224,7 @@ def fp16_sums_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
                 found += [linear(spec, spec.path, config, block, **FP16_SUMS, epilogue=e) for e in terms]
     for block in ((128, 128), (64, 64), (512, 112), (32, 32)):
         found += main(family, bsr, spec, spec.path, block, **FP16_SUMS)
-    changes = ({"epilogue": LINEAR, "ordered": True}, {"epilogue": kept("row")})
+    changes: list[dict[str, Any]] = [{"epilogue": LINEAR, "ordered": True}, {"epilogue": kept("row")}]
     for change in (*changes, {"batch": "patterns", "ranks": (3, 2, 2), "run": 128}):
         found += main(family, linear, spec, spec.path, (128, 128), **FP16_SUMS | change)
     return buildable(family, found)
@@ -229,15 +236,19 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
     if quick or not spec.float8:
         return []
     element = element_of("float8_e4m3fn")
-    usual = {"aligns": (element.vector,) * 3} | dict.fromkeys(("dtype", "out_dtype"), "float8_e4m3fn")
-    terms = {"scale_out": True, "amax": True}
+    usual: dict[str, Any] = {"aligns": (element.vector,) * 3} | dict.fromkeys(("dtype", "out_dtype"), "float8_e4m3fn")
+    terms: dict[str, Any] = {"scale_out": True, "amax": True}
     loaded = replace(LINEAR, residual=None, scale_n="column", **terms)
     wide = usual | {"dtype": "bfloat16", "aligns": (8, 8, element.vector)}
     found = []
     for block in ((128, 128), (64, 64)):
         configs = family.candidates(spec.path, BlockFacts(*block, "int32", scaled=True), spec, element)
         found += [linear(spec, spec.path, c, block, **usual, epilogue=loaded, scaled=True) for c in configs]
-        matmul = {"majors": ("k", "k", "n"), "epilogue": EpilogueSpec(scale_n="column", **terms), "scaled": True}
+        matmul: dict[str, Any] = {
+            "majors": ("k", "k", "n"),
+            "epilogue": EpilogueSpec(scale_n="column", **terms),
+            "scaled": True,
+        }
         found += buildable(family, (bsr(spec, spec.path, c, block, **usual, **matmul) for c in configs))[:1]
         one = {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="tensor", **terms), "use_fast_accum": True}
         found += buildable(family, (linear(spec, spec.path, c, block, **usual | one) for c in configs))[:1]
@@ -250,11 +261,11 @@ def narrow_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
 def grouped_float8(family, spec: ArchSpec) -> list[GemmFacts]:
     """Grouped FP8 GEMMs: each configuration for long groups, and variations of the main one for others."""
     element = element_of("float8_e4m3fn")
-    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    usual: dict[str, Any] = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
     values, patterns = {"batch": "values", "ranks": (4, 2, 2)}, {"batch": "patterns", "ranks": (3, 2, 2)}
     tokens = {"epilogue": EpilogueSpec(scale_n="column"), "scaled": True}
     loaded = replace(LINEAR, residual=None, bias_items=True, scale_n="column")
-    changes = [
+    changes: list[dict[str, Any]] = [
         values | tokens | {"run": 64},
         patterns | tokens | {"run": 128},
         values | tokens | {"run": 256, "ordered": True},
@@ -292,7 +303,7 @@ def tf32_kernels(family, arch: str, quick: bool) -> list[GemmFacts]:
             found += [facts] if promoted or block not in SPLIT_BLOCKS else []
             if block == (128, 128):
                 found.append(replace(facts, epilogue=fp32_bias(LINEAR, residual=None)))
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"ordered": True},
         {"index_dtype": "int64"},
         {"epilogue": full()},
@@ -334,6 +345,7 @@ def _small_blocks(family, spec: ArchSpec) -> Iterator[GemmFacts]:
     yield bsr(spec, spec.path, config, (32, 32), batch="values", ranks=(4, 3, 3))
     for each, epilogue in ((config, replace(loaded_layer, bias_items=True)), (narrow, LINEAR)):
         yield linear(spec, spec.path, each, (16, 16), batch="values", ranks=(4, 2, 3), epilogue=epilogue)
+    change: dict[str, Any]
     for change in ({"index_dtype": "int64"}, {"ranks": (3, 3, 3)}, {"dtype": "float16", "out_dtype": "float16"}):
         yield bsr(spec, spec.path, config, (32, 32), **change)
     for change in ({"out_dtype": "float32", "aligns": (8, 8, 4)}, {"aligns": (8, 8, 1)}, {"epilogue": full()}):
@@ -372,7 +384,7 @@ def skinny_float8_kernels(family, arch: str) -> list[GemmFacts]:
 
 def _skinny_float8(family, spec: ArchSpec, path: str) -> Iterator[GemmFacts]:
     element = element_of("float8_e4m3fn")
-    usual = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
+    usual: dict[str, Any] = {"dtype": "float8_e4m3fn", "aligns": (element.vector, element.vector, 8)}
     tokens, one = EpilogueSpec(scale_n="column"), EpilogueSpec(scale_m="tensor", scale_n="tensor")
     loaded = replace(LINEAR, residual=None, scale_n="column")
     heavy = {**usual, "majors": ("k", "k", "n"), "epilogue": replace(full(), scale_n="column"), "scaled": True}

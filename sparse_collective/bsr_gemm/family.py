@@ -28,7 +28,7 @@ class BsrFamily(ProductFamily):
     crow_indices, what `pattern` gives, values, b, d, and what every product takes.
     """
 
-    ops = ("bsr_matmul", "bsr_linear", "bsr_gated_linear")
+    ops: tuple[str, ...] = ("bsr_matmul", "bsr_linear", "bsr_gated_linear")
     orders = True
 
     def serves(self, block: BlockFacts | None) -> bool:
@@ -93,8 +93,8 @@ class Bsr(BsrFamily):
         return problems
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
-        made = catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels, catalogue.narrow_kernels
-        made += (catalogue.tf32_kernels,)
+        made = [catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels]
+        made += [catalogue.narrow_kernels, catalogue.tf32_kernels]
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
 
 

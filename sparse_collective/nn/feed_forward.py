@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         if operator.index(hidden) % GATE:
             raise ValueError(f"SwiGLU: hidden is {hidden}; use a multiple of {GATE}")
-        more = {"density": density, "device": device, "dtype": dtype}
+        more: Any = {"density": density, "device": device, "dtype": dtype}
         self.gate_up = GatedBsrLinear(dim, 2 * hidden, bias, blocksize, **more)
         self.down = BsrLinear(hidden, dim, bias, blocksize, **more)
 
@@ -139,7 +140,7 @@ class BsrMixtureOfExperts(nn.Module):
             raise ValueError(f"BsrMixtureOfExperts: group_rows is {group_rows}; use a positive multiple of 64")
         self.experts, self.top_k, self.group_rows = experts, top_k, group_rows
         self.router = nn.Linear(dim, experts, bias=False, device=device, dtype=dtype)
-        more = {"one_pattern": one_pattern, "density": density, "device": device, "dtype": dtype}
+        more: Any = {"one_pattern": one_pattern, "density": density, "device": device, "dtype": dtype}
         self.gate = BsrGroupedLinear(experts, dim, hidden, bias, blocksize, activation="silu", **more)
         self.up = BsrGroupedLinear(experts, dim, hidden, bias, blocksize, **more)
         self.down = BsrGroupedLinear(experts, hidden, dim, bias, blocksize, **more)

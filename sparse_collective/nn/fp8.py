@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ..bsr import BsrMatrix
 from ..bsr_gemm.dependent_launch import MOST_COLUMNS
 from ..ops import bsr_linear
 from .feed_forward import SwiGLU
-from .inference import InferenceLinear, StoredBlocks
+from .inference import StoredBlocks
 from .linear import BsrLinear
 from .swap import hooks_of
 
@@ -30,7 +31,7 @@ __all__ = ["Float8BsrLinear", "Float8SwiGLU"]
 LEAST_GATED = 320  # tokens: 256 took as long either way, 384 gained 3 %
 
 
-class Float8BsrLinear(StoredBlocks, InferenceLinear):
+class Float8BsrLinear(StoredBlocks):
     """y = activation(x @ W.T + bias) for inference, with an FP8 W that has a scale for each stored block.
 
     Args:
@@ -54,6 +55,7 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
 
     TENSORS = ("crow_indices", "col_indices", "values", "scales")
     trained = "a BsrLinear"
+    scales: Tensor
 
     def __init__(self, layer: BsrLinear, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         if not isinstance(layer, BsrLinear):
@@ -64,7 +66,7 @@ class Float8BsrLinear(StoredBlocks, InferenceLinear):
         tensors, shape = (self.crow_indices, self.col_indices, self.values), (self.out_features, self.in_features)
         return BsrMatrix(*tensors, shape, check=not self._checked, scales=self.scales)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> Float8BsrLinear:
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         """Values and scales keep their dtype: a function like t.half() sees their bits as integers."""
 
         def apply(t: Tensor) -> Tensor:

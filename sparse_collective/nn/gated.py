@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
+from cute_kernels.annotations import Activation
 from cute_kernels.reference import GATE, gate
 
 from ..bsr import BsrMatrix
@@ -17,7 +18,7 @@ from .linear import BsrLinear
 __all__ = ["GatedBsrLinear", "GatedLinear", "gated_linear"]
 
 
-def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None, fused: bool = True) -> Tensor:
+def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: Activation | None, fused: bool = True) -> Tensor:
     """activation(g) * u, where x @ W.T + bias has 64 columns of g, 64 of u, and so on. W: a BsrMatrix or Bsr24.
 
     fused: use the kernel that also computes the gate where there is one, which does not round g and u.
@@ -30,7 +31,7 @@ def gated_linear(x: Tensor, W: Any, bias: Tensor | None, activation: str | None,
 class GatedLinear(nn.Linear):
     """An nn.Linear whose output (..., 2 H) becomes activation(g) * u (..., H); GatedBsrLinear.to_linear makes one."""
 
-    activation: str | None = "silu"
+    activation: Activation | None = "silu"
     gated = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class GatedBsrLinear(BsrLinear):
         bias: bool = False,
         blocksize: Sequence[int] = (128, 128),
         *,
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         **weight: Any,
     ) -> None:
         if operator.index(out_features) % (2 * GATE):
@@ -90,8 +91,8 @@ class GatedBsrLinear(BsrLinear):
         density: float | None = None,
         mask: Tensor | None = None,
         *,
-        activation: str | None = "silu",
-    ) -> GatedBsrLinear:
+        activation: Activation | None = "silu",
+    ) -> Self:
         """The layer with these blocks of two linear ones (H, K), copied; see BsrLinear.from_linear.
 
         Raises:
@@ -113,13 +114,13 @@ class GatedBsrLinear(BsrLinear):
         density: float | None = None,
         mask: Tensor | None = None,
         *,
-        activation: str | None = "silu",
-    ) -> GatedBsrLinear:
+        activation: Activation | None = "silu",
+    ) -> Self:
         """As BsrLinear.from_linear, of a linear layer whose rows alternate as this layer's do."""
         return super().from_linear(linear, blocksize, density, mask, activation=activation)
 
     @classmethod
-    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: str | None = "silu") -> GatedBsrLinear:
+    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: Activation | None = "silu") -> Self:
         """As BsrLinear.from_bsr, of a matrix whose rows alternate as this layer's do."""
         return super().from_bsr(W, bias, activation=activation)
 

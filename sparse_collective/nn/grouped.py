@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.annotations import Activation
+
 from ..ops import bsr_grouped_linear
 from .module import BsrModule
 
@@ -51,7 +53,7 @@ class BsrGroupedLinear(BsrModule):
         density: float | None = None,
         mask: Tensor | None = None,
         indices: tuple[Tensor, Tensor] | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def given_indices(
     name: str,
     *,
     mask: Tensor | None,
-    indices: tuple[Tensor, Tensor] | None,
+    indices: Any,
     patterns: int | None,
     grid: tuple[int, int],
     blocksize: tuple[int, int],

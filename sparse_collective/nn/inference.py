@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.annotations import Activation
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.functions import ACTIVATIONS
 
@@ -26,9 +27,14 @@ class InferenceLinear(nn.Module):
     TENSORS: ClassVar[tuple[str, ...]]  # the weight's buffers, by their names in the matrix
     trained: ClassVar[str]  # the layer that it is made of
     gated: bool  # True if the output (..., 2 H) becomes activation(g) * u (..., H), as in GatedBsrLinear
+    in_features: int
+    out_features: int
+    activation: Activation | None
+    values: Tensor
+    bias: Tensor | None
 
     def __init__(
-        self, W: Any, bias: Tensor | None, activation: str | None, training: bool, gated: bool = False
+        self, W: Any, bias: Tensor | None, activation: Activation | None, training: bool, gated: bool = False
     ) -> None:
         super().__init__()
         if activation is not None and activation not in ACTIVATIONS:
@@ -79,14 +85,14 @@ class InferenceLinear(nn.Module):
         Wrong ones raise when they are used.
         """
         self._weight, self._checked = None, False
-        if any(type(self._buffers[name]) is not Tensor or self._buffers[name].is_meta for name in self.TENSORS):
+        if any(type(t := self._buffers[name]) is not Tensor or t.is_meta for name in self.TENSORS):
             return
         try:
             self._weight = self._checked_matrix()
         except (TypeError, ValueError):
             self._weight = None
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> InferenceLinear:
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
         before = [self._buffers[name] for name in self.TENSORS]
         super()._apply(fn, recurse)
         if any(old is not self._buffers[name] for old, name in zip(before, self.TENSORS, strict=True)):
@@ -138,7 +144,7 @@ class InferenceLinear(nn.Module):
         if given:
             self._adopt()
 
-    def _fit(self, found: dict[str, Tensor], assign: bool) -> str:
+    def _fit(self, found: dict[str, Any], assign: bool) -> str:
         """Make room for a state's weight; what is wrong with it, or "". Wrong shapes without more torch names."""
         return ""
 
@@ -153,9 +159,11 @@ class InferenceLinear(nn.Module):
         return ""
 
 
-class StoredBlocks:
+class StoredBlocks(InferenceLinear):
     """An InferenceLinear with a block-sparse weight: buffers crow_indices, col_indices, values, and more of them."""
 
+    crow_indices: Tensor
+    col_indices: Tensor
     items = None
     stored_columns = 1  # columns of a block over those that are stored
 
@@ -193,7 +201,7 @@ class StoredBlocks:
             self._checked = True
         return matrix
 
-    def _fit(self, found: dict[str, Tensor], assign: bool) -> str:
+    def _fit(self, found: dict[str, Any], assign: bool) -> str:
         if error := misfit(self, found) or self._misfit(found):
             return error
         for name in self.TENSORS[2:]:
@@ -201,7 +209,7 @@ class StoredBlocks:
             if assign and type(t) is Tensor and not t.is_meta:
                 found[name] = aligned(t.contiguous())  # of a mapped file; a product would copy it
         for name in self.TENSORS:
-            old, new = self._buffers[name], found[name]
+            old, new = getattr(self, name), found[name]
             if old.shape != new.shape:
                 setattr(self, name, old.new_empty(new.shape))
         return ""

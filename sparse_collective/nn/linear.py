@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from cute_kernels.annotations import Activation
 
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
@@ -13,6 +16,8 @@ from ..ops import called
 from .module import BsrModule, block_grid
 
 __all__ = ["BsrLinear"]
+
+Dense = TypeVar("Dense", bound=nn.Linear)
 
 
 class BsrLinear(BsrModule):
@@ -58,7 +63,7 @@ class BsrLinear(BsrModule):
         density: float | None = None,
         mask: Tensor | None = None,
         indices: tuple[Tensor, Tensor] | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,8 +90,8 @@ class BsrLinear(BsrModule):
         density: float | None = None,
         mask: Tensor | None = None,
         *,
-        activation: str | None = None,
-    ) -> BsrLinear:
+        activation: Activation | None = None,
+    ) -> Self:
         """The layer with these blocks of a linear one, copied; requires_grad and training as there.
 
         Args:
@@ -115,12 +120,12 @@ class BsrLinear(BsrModule):
             W = BsrMatrix.from_dense(weight.detach(), blocksize, density=density, mask=mask)
             layer = cls.from_bsr(W, linear.bias, activation=activation)
         layer.values.requires_grad_(weight.requires_grad)
-        if bias:
+        if layer.bias is not None:
             layer.bias.requires_grad_(linear.bias.requires_grad)
         return layer.train(linear.training)
 
     @classmethod
-    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: str | None = None) -> BsrLinear:
+    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: Activation | None = None) -> Self:
         """The layer with a matrix (M, K) as its weight; copies.
 
         Raises:
@@ -165,7 +170,7 @@ class BsrLinear(BsrModule):
             )
         return self._dense(nn.Linear)
 
-    def _dense(self, kind: type) -> nn.Linear:
+    def _dense(self, kind: type[Dense]) -> Dense:
         """A linear layer of this class with the same weight and bias."""
         weight, bias = self.values, self.bias
         linear = kind(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)

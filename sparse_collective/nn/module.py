@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from cute_kernels.annotations import Activation
 from cute_kernels.functions import ACTIVATIONS
 
 from .. import checks as arguments
@@ -58,7 +59,7 @@ class BsrModule(Parametrizable):
     out_features: int
     blocksize: tuple[int, int]
     items: int | None  # weights of this shape; None: one
-    activation: str | None
+    activation: Activation | None
     crow_indices: Tensor
     col_indices: Tensor
     values: nn.Parameter
@@ -74,7 +75,7 @@ class BsrModule(Parametrizable):
         density: float | None = None,
         mask: Tensor | None = None,
         indices: tuple[Tensor, Tensor] | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -87,7 +88,8 @@ class BsrModule(Parametrizable):
         rows, cols = block_grid(in_features, out_features, blocksize)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.in_features, self.out_features = in_features, out_features
-        self.blocksize, self.items, self.activation = tuple(blocksize), items, activation
+        bm, bk = blocksize
+        self.blocksize, self.items, self.activation = (bm, bk), items, activation
         device = torch.get_default_device() if device is None else torch.device(device)
         arguments.check_dtypes(dtype, torch.int32, device)
         patterns = items if items is not None and not one_pattern else None  # None: one, which items share
@@ -95,8 +97,9 @@ class BsrModule(Parametrizable):
             arguments.check_density(density)
             crow, col = drawn_indices(patterns, rows, cols, round(density * rows * cols), device)
         else:
-            where = {"patterns": patterns, "grid": (rows, cols), "blocksize": self.blocksize}
-            crow, col = given_indices(name, mask=mask, indices=indices, **where)
+            crow, col = given_indices(
+                name, mask=mask, indices=indices, patterns=patterns, grid=(rows, cols), blocksize=self.blocksize
+            )
         self._random, self._kept_pattern = density is not None, None
         if device.type == "meta" and not self._random:
             self._kept_pattern = crow.cpu(), col.cpu()  # for reset_parameters, where to_empty has left nothing
@@ -148,7 +151,8 @@ class BsrModule(Parametrizable):
         if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
             tensors = self.crow_indices, self.col_indices, self.values
             return BsrMatrix._traced(*tensors, self.matrix_shape, self.blocksize, not self._checked)
-        kept, buffers = self._weight, self._buffers
+        kept: Any = self._weight
+        buffers = self._buffers
         values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
         if values is None:  # a parametrized one is an attribute of another kind
             values = self.values
@@ -234,12 +238,12 @@ class BsrModule(Parametrizable):
         # nn.Linear's bound, 1 / sqrt(in_features), for the in_features * density inputs that an output has.
         bound = 1 / math.sqrt(self.in_features * self.density) if self.nnz and self.in_features else 0.0
         with torch.no_grad():
-            values = self.values.uniform_(-bound, bound)
+            values: Any = self.values.uniform_(-bound, bound)
             if is_parametrized(self, "values"):
                 self.values = values  # by the parametrization's right_inverse
-            if getattr(self, "bias", None) is not None:
+            if (bias := getattr(self, "bias", None)) is not None:
                 bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-                self.bias.uniform_(-bound, bound)
+                bias.uniform_(-bound, bound)
 
     def _restore_pattern(self) -> None:
         crow, col = self.crow_indices, self.col_indices
@@ -309,7 +313,7 @@ class BsrModule(Parametrizable):
             self._random, self._kept_pattern = False, None
             self._adopt()
 
-    def _fit(self, found: dict[str, Tensor], assign: bool) -> str:
+    def _fit(self, found: dict[str, Any], assign: bool) -> str:
         """Make room for a state's weight; what is wrong with it, or ""."""
         if error := misfit(self, found):
             return error
@@ -343,7 +347,7 @@ class BsrModule(Parametrizable):
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
 
 
-def misfit(layer: nn.Module, found: dict[str, Tensor]) -> str:
+def misfit(layer: Any, found: dict[str, Any]) -> str:
     """The reason why a state's weight does not fit a layer, or ""; the number of blocks may differ.
 
     Args:

@@ -15,7 +15,8 @@ class Parametrizations(nn.ModuleDict):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if hasattr(nn.ModuleDict, name):
-            self._modules.setdefault(name, None)  # an item that exists is replaced without a check of its name
+            modules: dict[str, Any] = self._modules
+            modules.setdefault(name, None)  # an item that exists is replaced without a check of its name
         super().add_module(name, module)
 
 
@@ -24,7 +25,7 @@ class Parametrizable(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "parametrizations" and type(value) is nn.ModuleDict:
-            value = Parametrizations(value)
+            value = Parametrizations(value)  # type: ignore[arg-type]  # torch takes a ModuleDict for a mapping
         super().__setattr__(name, value)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +204,7 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
 
 def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLinear:
     kind = GatedBsrLinear if isinstance(linear, GatedLinear) else BsrLinear
-    more = {"activation": linear.activation} if kind is GatedBsrLinear else {}
+    more: dict[str, Any] = {"activation": linear.activation} if isinstance(linear, GatedLinear) else {}
     rows, cols = block_grid(linear.in_features, linear.out_features, config.blocksize)
     per_row = round(density * cols)
     if linear.weight.is_meta:  # which blocks is in the state that will be loaded; here, how many

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels import gemm
+from cute_kernels.annotations import Activation
 from cute_kernels.checks import watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.reference import gate
@@ -35,7 +36,12 @@ class StructuredLinear(InferenceLinear):
     """A 2:4 sparse weight as buffers."""
 
     def __init__(
-        self, W: Bsr24 | Sparse24, bias: Tensor | None, activation: str | None, training: bool, gated: bool = False
+        self,
+        W: Bsr24 | Sparse24,
+        bias: Tensor | None,
+        activation: Activation | None,
+        training: bool,
+        gated: bool = False,
     ) -> None:
         refuse_float8(type(self).__name__, W.dtype)
         super().__init__(W, bias, activation, training, gated)
@@ -85,6 +91,7 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
     """
 
     TENSORS = ("crow_indices", "col_indices", "values", "metadata")
+    metadata: Tensor
     trained = "a BsrLinear"
     stored_columns = KEPT
 
@@ -94,7 +101,7 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
         self._hold(layer.weight.prune_2_4(), layer.bias, layer.activation, layer.training, layer.gated)
 
     @classmethod
-    def from_bsr(cls, W: Bsr24, bias: Tensor | None = None, *, activation: str | None = None) -> Bsr24Linear:
+    def from_bsr(cls, W: Bsr24, bias: Tensor | None = None, *, activation: Activation | None = None) -> Bsr24Linear:
         """The layer, in evaluation mode, with a matrix (M, K) as its weight; copies.
 
         Raises:
@@ -158,17 +165,21 @@ class Sparse24Linear(StructuredLinear):
     """
 
     TENSORS = ("values", "metadata")
+    metadata: Tensor
     trained = "an nn.Linear"
 
-    def __init__(self, linear: nn.Linear, *, activation: str | None = None) -> None:
+    def __init__(self, linear: nn.Linear, *, activation: Activation | None = None) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"Sparse24Linear needs a torch.nn.Linear, got {type(linear).__name__}")
         w = linear.weight.detach()  # of a Masked24Linear what its mask leaves is the same
         check_groups("Sparse24Linear: the weight", w)
         values, places, _ = compress(prune_2_4(w))
-        W = Sparse24(rows_for_tma(values), pack_metadata(places, values.dtype.itemsize), tuple(w.shape))
+        rows, columns = w.shape
+        W = Sparse24(rows_for_tma(values), pack_metadata(places, values.dtype.itemsize), (rows, columns))
         gated = isinstance(linear, GatedLinear)
-        super().__init__(W, linear.bias, linear.activation if gated else activation, linear.training, gated)
+        if isinstance(linear, GatedLinear):
+            activation = linear.activation
+        super().__init__(W, linear.bias, activation, linear.training, gated)
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_gradient(x)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from .module import BsrModule
 
 __all__ = ["Change", "FilterFn", "Report", "expert_parameters", "select", "swap_layers"]
 
+Layer = TypeVar("Layer", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]  # (module, fully qualified name) -> True to change it
 SHOWN = 3  # names in a message
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's attributes of hooks
@@ -89,8 +91,8 @@ def check_config(op: str, config, kind: type) -> None:
 
 
 def select(
-    op: str, model: nn.Module, kinds: tuple[type, ...], filter_fn: FilterFn | None, hint: str = ""
-) -> dict[nn.Module, list[str]]:
+    op: str, model: nn.Module, kinds: tuple[type[Layer], ...], filter_fn: FilterFn | None, hint: str = ""
+) -> dict[Layer, list[str]]:
     """The modules of these kinds that a filter accepts by one of their names, with the names that it accepts.
 
     Args:
@@ -119,7 +121,7 @@ def select(
     return chosen
 
 
-def some_names(modules: dict[nn.Module, list[str]]) -> str:
+def some_names(modules: Mapping[Any, list[str]]) -> str:
     """The first names, for a message."""
     names = [repr(names[0]) for names in modules.values()]
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
@@ -141,7 +143,7 @@ def expert_parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]
     return found
 
 
-def swap_layers(model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
+def swap_layers(model: nn.Module, made: Mapping[Any, nn.Module]) -> None:
     """Put each new module in every place of the one that it replaces."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -168,7 +170,7 @@ def skipped(name: str, layer: nn.Module, why: str) -> Change:
     return Change(name, shape_of(layer), size_of(layer), size_of(layer), skipped=why)
 
 
-def shape_of(layer: nn.Module) -> tuple[int, int]:
+def shape_of(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .structured import Bsr24Linear
 from .swap import (
     Change,
     FilterFn,
+    Layer,
     Report,
     check_config,
     hooks_of,
@@ -83,10 +85,12 @@ def quantize_(model: nn.Module, config: Float8Config = Float8Config(), filter_fn
     check_config("quantize_", config, Float8Config)
     if isinstance(model, BsrLinear):
         raise ValueError("quantize_ changes the layers inside of a model; of one layer use Float8BsrLinear(layer)")
-    chosen = select("quantize_", model, (BsrLinear, BsrGroupedLinear, Bsr24Linear), filter_fn)
+    chosen: dict[Any, list[str]] = select("quantize_", model, (BsrLinear, BsrGroupedLinear, Bsr24Linear), filter_fn)
     reasons = {layer: why_not(layer) for layer in chosen}
     ready = {layer for layer, why in reasons.items() if not why}
-    fused = {m: names for m, names in names_of(model).items() if type(m) is SwiGLU and ready.issuperset(m.children())}
+    fused: dict[Any, list[str]] = {
+        m: names for m, names in names_of(model).items() if type(m) is SwiGLU and ready.issuperset(m.children())
+    }
     for module, (name, *_) in [*((layer, chosen[layer]) for layer in ready), *fused.items()]:
         check_hooks(name or type(module).__name__, module)
     report, made = Report(), {}
@@ -133,7 +137,7 @@ def check_hooks(name: str, module: nn.Module) -> None:
             )
 
 
-def with_hooks_of(module: nn.Module, new: nn.Module) -> nn.Module:
+def with_hooks_of(module: nn.Module, new: Layer) -> Layer:
     """`new` with the same dicts of forward hooks, which handles know."""
     for name in CARRIED:
         setattr(new, name, getattr(module, name))

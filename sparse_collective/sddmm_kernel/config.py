@@ -14,7 +14,7 @@ class SampledConfig(GemmConfig):
     boxes: int = 1
 
     @property
-    def boxes_b(self) -> int:
+    def boxes_b(self) -> int:  # type: ignore[override]  # a constant of GemmConfig
         return self.boxes
 
     @property

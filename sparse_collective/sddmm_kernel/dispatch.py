@@ -21,7 +21,7 @@ from ..checks import RUN_MULTIPLE, check_group_numbers
 from .config import parts_of
 from .tables import groups_of
 
-_PLANS = PlanCache()
+_PLANS: PlanCache[Plan] = PlanCache()
 CPU_BYTES = 4 << 20  # bytes of the operands' blocks that the CPU implementation gathers at a time
 
 

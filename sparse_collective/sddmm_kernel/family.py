@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul import cost, legality
@@ -109,7 +110,7 @@ class Sampled(ProductFamily):
         for dtype in request.dtypes:
             for shape in request.blocks:
                 for index in request.index_dtypes:
-                    block = BlockFacts(*shape, index, operand="d")
+                    block = BlockFacts(shape[0], shape[1], index, operand="d")
                     for config in self.candidates(spec.path, block, spec):
                         yield facts_of(spec, spec.path, config, shape, index_dtype=index, dtype=dtype, out_dtype=dtype)
 
@@ -117,8 +118,8 @@ class Sampled(ProductFamily):
 def facts_of(spec: ArchSpec, path: str, config, block: tuple[int, int], **changes) -> GemmFacts:
     """Facts of a layer's weight gradient: a and b contiguous along the blocks' sides."""
     more = {name: changes.pop(name) for name in ("batch", "run") if name in changes}
-    block = BlockFacts(*block, changes.pop("index_dtype", "int32"), **more, operand="d")
-    terms = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": block} | changes
+    pattern = BlockFacts(*block, index_dtype=changes.pop("index_dtype", "int32"), **more, operand="d")
+    terms: dict[str, Any] = {"majors": ("m", "n", "n"), "ranks": (2, 2, 3), "block": pattern} | changes
     return GemmFacts(arch=spec.target, path=path, config=config, **terms)
 
 
@@ -177,8 +178,8 @@ def _sm90_tile(facts: GemmFacts) -> str:
 
 
 def _catalogue(family: Sampled, spec: ArchSpec) -> Iterator[GemmFacts]:
-    fp32 = {"out_dtype": "float32", "aligns": (8, 8, 4)}
-    changes = [
+    fp32: dict[str, Any] = {"out_dtype": "float32", "aligns": (8, 8, 4)}
+    changes: list[dict[str, Any]] = [
         {"majors": ("k", "k", "n")},
         {"dtype": "float16", "out_dtype": "float16"},
         fp32,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class BlockMasks:
         return mask
 
     def _make(self, lengths, device) -> BlockMask:
-        mask = self.mask
+        mask: Any = self.mask
         fixed = isinstance(mask, (BlockMask, FlexBlockMask))
         if not fixed:
             mask = mask(lengths, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def kind_of(function: Callable) -> Kind | None:
     return None if kind is None or (kind.restarts and kind.sequences is None) else kind
 
 
-def _kind_of(function: Callable) -> Kind | None:
+def _kind_of(function: Any) -> Kind | None:
     if function is CAUSAL:
         return Kind(right=0)
     if function is ALL:
@@ -68,13 +69,13 @@ def _kind_of(function: Callable) -> Kind | None:
         return None
     held = [cell.cell_contents for cell in function.__closure__]
     if code is AND:
-        kind = Kind()
+        kind: Kind | None = Kind()
         for part in held[0]:
             part = _kind_of(part)
             kind = None if part is None or kind is None else kind & part
         return kind
     if code is RESTARTED:
-        inner = dict(zip(code.co_freevars, held, strict=True))["mask_function"]
+        inner = dict(zip(function.__code__.co_freevars, held, strict=True))["mask_function"]
         kind = _kind_of(inner)
         return None if kind is None else kind & Kind(restarts=True)
     if code is PACKED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Mask(FlexBlockMask):
             )
         return getattr(self.dense(), name)
 
-    def __getitem__(self, index) -> Tensor:
+    def __getitem__(self, index) -> Tensor:  # type: ignore[override]  # acts as a tensor, see above
         return self.dense()[index]
 
     @classmethod
@@ -177,9 +178,9 @@ class Mask(FlexBlockMask):
             partial, full = blocks.tables()
             listed, mask_mod = partial | full, both(blocks.mask_mod, mask_mod)
             shape = torch.broadcast_shapes(listed.shape, some.shape)
-            options = {"partial": (partial | ~every).expand(shape), "mask_mod": mask_mod}
+            edges = (partial | ~every).expand(shape)
             return BlockMask.from_blocks(
-                (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, **options
+                (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, partial=edges, mask_mod=mask_mod
             )
 
         return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # holding blocks keeps its id unique
@@ -209,9 +210,10 @@ class Mask(FlexBlockMask):
             if self.padding is not None:
                 mask_mod = masking_utils.and_masks(mask_mod, masking_utils.padding_mask_function(self.whole_padding()))
             if not isinstance(self.shift, int) or self.shift or self.skipped:
-                offsets = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
+                offsets: Any = (self._number(n) for n in (self.shift + self.skipped, self.skipped))
                 mask_mod = masking_utils.add_offsets_to_mask_function(mask_mod, *offsets)
-            mask = create_block_mask(mask_mod, self.batch, None, *self.lengths, self.device, blocksize)
+            rows, columns = self.lengths
+            mask = create_block_mask(mask_mod, self.batch, None, rows, columns, self.device, blocksize)
             partial, full = mask.tables()
             return partial | full, full, mask_mod
         begin, end, mask_mod = self._bands()
@@ -293,7 +295,8 @@ def make_mask(
     padding = begin = None
     if attention_mask is not None:
         end = kv_offset + kv_length
-        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:end]
+        whole: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding = whole[:, kv_offset:end]
         if not captured(padding):
             padding, begin = _located(padding, kind, shift, q_length)
     lengths, device = (q_length, kv_length), torch.device(device)
@@ -308,7 +311,7 @@ def _located(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int)
     if causal:  # columns after the last row's are masked for all rows: in a static cache most of them
         last = shift + rows
         token = padding | (column >= (last.to(padding.device) if isinstance(last, Tensor) else last))
-    if not causal or kind.sequences is not None or rows > MOST_DECODE_ROWS:
+    if not causal or kind is None or kind.sequences is not None or rows > MOST_DECODE_ROWS:
         return (None if bool(token.all()) else padding), None
     begin = padding.int().argmax(-1)
     whole, behind = torch.stack([token.all(), (token | (column < begin[:, None])).all()]).tolist()

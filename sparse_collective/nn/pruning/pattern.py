@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,7 @@ def prune_(
         grid.index_copy_(0, keys, rank)
         new = top_keys_of_rows(grid.view(rows, cols), per_row)
     else:
+        assert density is not None
         nnz = round(density * rows * cols) if 0 <= density <= 1 else -1
         if not 0 <= nnz <= layer.nnz:
             raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
@@ -148,7 +150,8 @@ def change_pattern_(
     if not 0 <= fraction <= 1:
         raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
     rows, cols = layer.grid
-    crow, col = (layer._buffers[name] for name in ("crow_indices", "col_indices"))  # see BsrModule.weight
+    buffers: dict[str, Any] = layer._buffers  # see BsrModule.weight
+    crow, col = buffers["crow_indices"], buffers["col_indices"]
     values = layer._parameters.get("values")
     values = layer.values if values is None else values
     candidates = _grow_scores(grow, (rows, cols), col.device, generator)
@@ -161,7 +164,7 @@ def change_pattern_(
         magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
     )
     gradient = values.grad
-    moving = [values] if gradient is None else [values, gradient]
+    moving: list[Tensor] = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()
     dropped = round(fraction * (nnz // rows if even_rows else nnz))
     origin = update_pattern_(found, candidates, crow, col, cols, dropped, even_rows)
@@ -191,7 +194,7 @@ def _grow_scores(
 def _check_layer(op: str, layer: BsrLinear) -> None:
     if not isinstance(layer, BsrLinear):
         raise TypeError(f"{op} needs a BsrLinear, got {type(layer).__name__}; see BsrLinear.from_linear")
-    if layer._buffers["crow_indices"].is_meta:
+    if layer.crow_indices.is_meta:
         raise ValueError(f"{op}: the layer is on the meta device, and has no pattern yet")
     values = layer._parameters.get("values")
     if values is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +120,8 @@ def mask_2_4_(model: nn.Module, config: Sparse24Config = Sparse24Config(), filte
         why, size = why_not(layer, owners), size_of(layer)
         if not why and type(layer) not in MASKED:
             why = f"is a {type(layer).__name__}"  # parametrized: masks of its own
-        blocks = (layer.nnz, math.prod(layer.grid)) if isinstance(layer, BsrLinear) else ()
-        report.changes.append(Change(name, shape_of(layer), size, size, *blocks, skipped=why))
+        stored, blocks = (layer.nnz, math.prod(layer.grid)) if isinstance(layer, BsrLinear) else (0, 0)
+        report.changes.append(Change(name, shape_of(layer), size, size, stored, blocks, why))
         if not why:
             layer.__class__ = MASKED[type(layer)]
     report.changes += experts_of(model, dense)
@@ -181,12 +182,12 @@ def experts_of(model: nn.Module, dense: bool) -> list[Change]:
     return [Change(name, shape, math.prod(shape), math.prod(shape), skipped=why) for name, shape, why in found]
 
 
-def kinds_of(dense: bool) -> tuple[type, ...]:
+def kinds_of(dense: bool) -> tuple[type[Any], ...]:
     """Layers that are looked at."""
     return (BsrLinear, BsrGroupedLinear, *((nn.Linear,) if dense else ()))
 
 
-def why_not(layer: nn.Module, owners: Counter) -> str:
+def why_not(layer: Any, owners: Counter) -> str:
     """The reason why a layer gets no 2:4 weight, or ""."""
     kind = type_before_parametrizations(layer)
     if kind is BsrGroupedLinear:

@@ -44,7 +44,7 @@ class Blocks:
     columns: (n,) int64 block column of each.
     """
 
-    module: nn.Module
+    module: Any
     weight: Tensor
     gradient: Tensor | None
 
@@ -136,7 +136,9 @@ class _Hooks:
     """Forward hooks on the linear layers of a model, for as long as the `with` block lasts."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.names = {m: n for n, m in model.named_modules() if isinstance(m, (nn.Linear, BsrLinear))}
+        self.names: dict[nn.Module, str] = {
+            m: n for n, m in model.named_modules() if isinstance(m, (nn.Linear, BsrLinear))
+        }
         if not self.names:
             raise ValueError(f"{type(self).__name__}: the model has no nn.Linear and no BsrLinear")
         self._handles: list[Any] = []
@@ -224,7 +226,7 @@ class DenseGradients(_Hooks):
         output.register_hook(keep)
 
     @staticmethod
-    def _before_activation(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
+    def _before_activation(module: Any, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
         """The gradient of x @ W.T + bias, by that of the output y.
 
         Raises:
@@ -287,7 +289,7 @@ def gradient_block_norms(
     (x, dz), norms = calls[0], []
     step = bm * max(1, CHUNK_BYTES // max(1, 4 * bm * x.shape[1]))
     for first in range(0, dz.shape[1], step):
-        total = None
+        total: Any = None
         for x, dz in calls:
             part = dz[:, first : first + step].t()
             fast = part.dtype in KINDS_16
