@@ -9,21 +9,25 @@ Supported without changes: prefill and decode with dynamic, static and sliding c
 batches, sliding-window layers, softcap, bidirectional encoders, grouped-query attention, training without dropout.
 `set_block_mask` sets a custom block mask for layers. Unsupported features raise an error, see `attend`.
 
+from_pretrained and save_pretrained also know models with block-sparse and FP8 layers: see `BlockSparseConfig` and
+`prepare_saving`.
+
 Requires transformers 5 (`pip install 'cute-kernels[transformers]'`).
 """
 
 from .attention_function import attend
 from .block_masks import set_block_mask
+from .checkpoints import BlockSparseConfig, prepare_saving, register_checkpoints
 from .masks import make_mask
 
-__all__ = ["register", "set_block_mask"]
+__all__ = ["BlockSparseConfig", "prepare_saving", "register", "set_block_mask"]
 
 
 def register(name: str = "cute_kernels") -> None:
     """Register `attn_implementation=name` with transformers: in from_pretrained, from_config, set_attn_implementation.
 
-    Registers an attention function and its mask function under one name, for the whole process. Repeated calls have no
-    effect.
+    Registers an attention function and its mask function under one name, for the whole process, and checkpoints of
+    models with block-sparse layers (BlockSparseConfig, quant_method "cute_kernels"). Repeated calls have no effect.
 
     Raises:
         ValueError: the name is empty or contains a word or separator that transformers reserves.
@@ -37,3 +41,4 @@ def register(name: str = "cute_kernels") -> None:
         )
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, make_mask)
+    register_checkpoints()
