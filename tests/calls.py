@@ -17,8 +17,9 @@ from attention.masks.mask_mods import SameDocument, window_bounds
 from cute_kernels.testing import reference
 from cute_kernels.testing.reference import assert_as_good_as_torch, normal, poisoned
 
-from . import gemm_cases
-from .gemm_cases import DTYPES, Call, Signature
+from . import gemm_calls, gemm_cases
+from .gemm_calls import Call
+from .gemm_cases import DTYPES, Signature
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPARE = 3  # pages that no item has
@@ -101,7 +102,7 @@ def product(op, args, dense, *, out_dtype, terms: str, device) -> Call:
             {term: normal(*named[term][0], dtype=named[term][1]).to(device)} if term in named else {"activation": term}
         )
     out = poisoned(*shape, dtype=out_dtype, device=device)
-    return strict(gemm_cases.product(op, args, found, out))
+    return strict(gemm_calls.gemm_call(op, args, found, out))
 
 
 def dense(m, n, k, layouts="nn", *, batch=(), m_major=False, **more) -> Call:

@@ -78,8 +78,11 @@ def pytest_collection_modifyitems(items):
             continue
         if not available:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
-        elif "sm_90" in item.keywords and capability != (9, 0):
-            item.add_marker(pytest.mark.skip(reason=f"runs on sm_90; this GPU is sm_{capability[0]}{capability[1]}"))
+        for name, needed in (("sm_89", (8, 9)), ("sm_90", (9, 0))):
+            if available and name in item.keywords and capability != needed:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"runs on {name}; this GPU is sm_{capability[0]}{capability[1]}")
+                )
 
 
 def pytest_collection_finish():

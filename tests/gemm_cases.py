@@ -1,191 +1,30 @@
-"""Calls of products as plain data, their truth in fp64, and what is wrong with a result.
+"""GEMM calls as plain data: a `Signature` and a `Case`, and the calls made of them.
 
 A `Signature` holds what kernels are compiled from, a `Case` what may change from call to call: extents, strides,
-patterns and numbers. `make` gives a case's `Call`, in guarded memory; `run` makes it, too. `check` takes tensors.
+patterns and numbers. `make` returns a case's `Call`, in guarded memory; `run` also makes and checks it.
 """
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-import cute_kernels
-from attention.decode.heuristics import splits as forced_splits
-from cute_kernels import explain, gemm
+from cute_kernels import Sparse24, prune_2_4
 from cute_kernels import functions as F
+from cute_kernels.dtypes import FLOAT8, default_out_dtype
 from cute_kernels.testing.patterns import PATTERNS
-from cute_kernels.testing.reference import (
-    assert_as_good_as_torch,
-    dense_of,
-    exact_and_torch,
-    normal,
-    poisoned,
-    poisoned_empty,
-    seed,
-)
-from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, sddmm
+from cute_kernels.testing.reference import normal, seed
+from sparse_collective import Bsr24, BsrMatrix
 
+from .gemm_calls import LINEAR, OPS, Call, gemm_call
+from .gemm_errors import factors, numbers, same_bits
 from .guard_zones import Placement, Wrong, Zones
-from .sparse_collective.sddmm_cases import sampled_truth
 
-OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, sddmm)}
-LINEAR = ("bsr_linear", "bsr_grouped_linear")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-A, B, OUT, RESIDUAL = range(4)  # whose places a case has
+DTYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+A, B, OUT, RESIDUAL = range(4)  # operands that a case places
 ITEM_PATTERNS = ("power_law", "no_blocks", "empty_rows", "bernoulli", "all_blocks")  # of a batch, one after the other
-
-
-# -- calls of any op -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Call:
-    """`op(*args, out=out, **terms)`. `judge(plan, *results)` raises AssertionError for a wrong result of the operands
-    as they are; of these `renew` changes `moving`. `truth()` of a product: the exact result, and torch's."""
-
-    op: Callable
-    args: tuple
-    terms: dict
-    out: Tensor | None  # None: the op allocates it
-    moving: Tensor
-    judge: Callable[..., None]
-    truth: Callable[[], tuple[Tensor, Tensor]] | None = None
-    zones: Zones = field(default_factory=Zones)  # in which operands and output lie
-    name: str = ""
-    path: str | None = None
-    splits: int = 0  # among how many CTAs decoding is split; 0: as the op thinks best
-    before: Tensor | None = None  # what `out` holds before the call, which adds to it; None: NaN
-
-    @contextlib.contextmanager
-    def forced(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.path:
-                stack.enter_context(cute_kernels.path(self.path))
-            if self.splits:
-                stack.enter_context(forced_splits(self.splits))
-            yield
-
-    def given(self) -> dict:
-        return self.terms if self.out is None else self.terms | {"out": self.out}
-
-    def __call__(self):
-        """What the op returns; beforehand its output holds `before`, or is full of NaN."""
-        with self.forced(), poisoned_empty() if self.out is None else contextlib.nullcontext():
-            if self.out is not None:
-                self.out.fill_(torch.nan) if self.before is None else self.out.copy_(self.before)
-            return self.op(*self.args, **self.given())
-
-    def run(self) -> tuple[Tensor, ...]:
-        """The results, each in memory of its own."""
-        found = replace(self, out=torch.empty_like(self.out))()
-        return found if isinstance(found, tuple) else (found,)
-
-    def plan(self):
-        """What cute_kernels.explain says of the call: it compiles the kernel."""
-        with self.forced():
-            return explain(inspect.unwrap(self.op), *self.args, **self.given())
-
-    def renew(self, turn: int) -> None:
-        """Other numbers of the same scale in one operand, in place."""
-        self.moving.copy_(-self.moving.roll(1 + turn, 0))
-        self.zones.inputs = [(name, bits, bits.clone()) for name, bits, _ in self.zones.inputs]
-
-    def complaint(self, results: Iterable[Tensor] | None = None) -> str:
-        """What is wrong with the results, by default those of a run; "" if nothing is."""
-        results = self.run() if results is None else results
-        try:
-            self.judge(None, *results)
-        except AssertionError:
-            try:
-                self.judge(self.plan(), *results)  # which names the tiles at fault
-            except AssertionError as error:
-                return str(error)
-        return ""
-
-
-def plainly(op: str, args: tuple, terms: dict) -> tuple[Tensor, Tensor, dict]:
-    """The product of dense matrices that a call is, (left, right, terms); a grouped one is a batch of its runs."""
-    if op == "gemm":
-        return *args, terms
-    if op == "bsr_matmul":
-        return dense_of(args[0]), args[1], terms
-    (x, W), experts = args, terms.get("expert_ids")
-    weights, bias = dense_of(W).mT, terms.get("bias")
-    if experts is not None:
-        number = experts.clamp(0, len(weights) - 1).long()
-        x = x.unflatten(0, (len(number), -1)) if len(number) else x.new_zeros(0, 1, x.shape[-1])
-        weights = torch.where((number == experts)[:, None, None], weights[number], 0.0)
-        bias = bias[number] if bias is not None and bias.dim() == 2 else bias
-    bias = bias[:, None] if bias is not None and bias.dim() == 2 else bias
-    terms = {name: value for name, value in terms.items() if name != "expert_ids"} | {"bias": bias}
-    return x if x.dim() > 1 else x[None], weights, terms
-
-
-def product(
-    op: Callable, args: tuple, terms: dict, out=None, dtype=None, zones: Zones | None = None, before=None
-) -> Call:
-    """A call of one of OPS. Its truth is that of these terms, whatever becomes of the call's own.
-
-    `dtype`: of the output that the op allocates, the operands' unless told. The judge also looks at `zones`. `before`:
-    what an op that adds to `out` finds there.
-    """
-    name, expected, zones = op.__name__, dict(terms), zones or Zones()
-    moving = next(arg for arg in args[::-1] if isinstance(arg, Tensor) and arg.is_floating_point())
-    dtype = out.dtype if out is not None else dtype or moving.dtype
-
-    def truth() -> tuple[Tensor, Tensor]:
-        if name == "sddmm":
-            return sampled_truth(args, expected, before, dtype)
-        left, right, fused = plainly(name, args, expected)
-        found = exact_and_torch(left, right, dtype, **fused)
-        if name == "bsr_grouped_linear":
-            return tuple(t.flatten(0, 1) for t in found)
-        return tuple(t[0] for t in found) if name == "bsr_linear" and args[0].dim() == 1 else found
-
-    def judge(plan, result: Tensor) -> None:
-        """As assert_as_good_as_torch and Zones.check, with one wait for the GPU."""
-        exact, by_torch = truth()
-        if result.shape != exact.shape or result.dtype != dtype:
-            raise Wrong("result", f"{tuple(result.shape)} {result.dtype}, not {tuple(exact.shape)} {dtype}")
-        numbers = zones.counts()
-        if exact.numel():
-            ours, theirs = (t.double() - exact for t in (result, by_torch))
-            numbers += [ours.abs().max(), theirs.abs().max(), ours.norm(), theirs.norm()]
-        numbers = torch.stack([n.double() for n in numbers]).tolist() if numbers else []
-        zones.complain([int(n) for n in numbers[: len(zones.inputs) + len(zones.outputs)]])
-        if exact.numel():
-            largest, their_largest, norm, their_norm = numbers[-4:]
-            if not (largest <= 2 * their_largest and norm <= 2 * their_norm):  # NaN is never <=
-                try:
-                    k = (args[0] if name != "bsr_linear" else args[1]).shape[-1]
-                    assert_as_good_as_torch(result, exact, by_torch, k=k, plan=plan)
-                except AssertionError as error:
-                    raise Wrong("result", str(error)) from None
-
-    return Call(op, args, dict(terms), out, moving, judge, truth, zones, before=before)
-
-
-def check(op: Callable, *args, out=None, out_dtype=None, **terms):
-    """One product of tensors into memory that is full of NaN, against the truth; its plan."""
-    call = product(op, args, terms, out, out_dtype)
-    if out is None:
-        _, by_torch = call.truth()
-        call.out = poisoned(*by_torch.shape, dtype=by_torch.dtype, device=by_torch.device)
-    plan, result = call.plan(), call()
-    assert result is call.out
-    call.judge(plan, result)
-    return plan
-
-
-def assert_right(result: Tensor, op: Callable, *args, **terms) -> None:
-    """`result` is what a call of the op gives."""
-    product(op, args, terms, dtype=result.dtype).judge(None, result)
-
-
-# -- cases of products -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -207,14 +46,25 @@ class Signature:
     batch: str | None = None  # of gemm "both", of W "values" or "patterns"
     run: int = 0
     index: str = "int32"
-    bias_dtype: str | None = None  # the operands', unless told
+    bias_dtype: str | None = None  # None: the operands', BF16 for FP8
     scaled: bool = False  # gemm's alpha and beta
     function: bool = False  # a user's own epilogue
     view: bool = False  # W is the transposed view of another matrix
+    structured: bool = False  # A or W is 2:4 sparse: a Sparse24 or a Bsr24
+    accumulation: str | None = None  # "fast" of FP8, or "fp16"
+    precision: str | None = None  # of FP32 operands
+    # FP8: of a or W, and of b or x: "tensor", "row" or "column", "1x128" or "128x128", of W "block"
+    scales: tuple[str | None, str | None] = (None, None)
+    amax: bool = False  # of an FP8 output, with scale_out
 
     @property
     def name(self) -> str:
         return f"{self.op} {self.path}"
+
+    @property
+    def vector(self) -> int:
+        """Elements of an operand per 16 bytes."""
+        return 16 // DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -247,8 +97,35 @@ def in_memory(dims: int, transposed: bool) -> tuple[int, ...]:
     return tuple(order)
 
 
-def matrix(case: Case, zones: Zones, device) -> BsrMatrix:
-    """W in guarded memory, or what it is a view of."""
+def place(shape, align: int, transposed: bool = False, wide: bool = False) -> Placement:
+    """Strides and address are multiples of `align` elements; if `wide`, rows lie further apart than they are long."""
+    order, pads = in_memory(len(shape), transposed), [0] * len(shape)
+    pads[order[-1]] = -max(shape[order[-1]], 1) % align + (align if wide else 0)
+    return Placement(order, tuple(pads), 3 * align if wide or align < 8 else 0)
+
+
+def draw(*shape: int, dtype: str, device: str, k: int = 1) -> Tensor:
+    """Random operands: of magnitude 1 / sqrt(k), or FP8 numbers of many magnitudes."""
+    if DTYPES[dtype] in FLOAT8:
+        return numbers(*shape, dtype=DTYPES[dtype], device=device)
+    return normal(*shape, dtype=DTYPES[dtype], device=device, k=k)
+
+
+def holes(values: Tensor) -> Tensor:
+    """2:4 sparse values, some groups with fewer than two nonzeros."""
+    kept = torch.rand(values.shape, device=values.device) > 0.2
+    return (prune_2_4(values).float() * kept).to(values.dtype)
+
+
+def structured_a(a: Tensor, zones: Zones) -> Sparse24:
+    """a, pruned and compressed, in guarded memory."""
+    A = Sparse24.from_dense(holes(a))
+    values = zones.input(A.values, place(A.values.shape, 16 // A.values.itemsize), "values")
+    return Sparse24(values, zones.input(A.metadata, name="metadata"), A.shape)
+
+
+def matrix(case: Case, zones: Zones, device) -> BsrMatrix | Bsr24:
+    """W in guarded memory, or the matrix that it is a view of."""
     f, L = case.signature, case.items if case.signature.batch == "patterns" else 1
     rows, cols = (case.k, case.m) if f.view else (case.m, case.k)
     bm, bk = f.block[::-1] if f.view else f.block
@@ -264,52 +141,88 @@ def matrix(case: Case, zones: Zones, device) -> BsrMatrix:
     crow, col = ends[numbers], mask.nonzero()[:, 2]
     sums = max(1, round(len(col) / max(1, L * case.m) * f.block[1]))  # terms of an element of a typical row
     items = (case.items,) if f.batch == "values" else ()
-    values = normal(*items, len(col), bm, bk, dtype=DTYPES[f.dtype], device=device, k=sums)
+    values = draw(*items, len(col), bm, bk, dtype=f.dtype, device=device, k=sums)
     index, lead = getattr(torch, f.index), (case.items,) if f.batch else ()
-    parts = {"crow": (crow if f.batch == "patterns" else crow[0]).to(index), "col": col.to(index), "values": values}
-    W = BsrMatrix(*(zones.input(t, name=name) for name, t in parts.items()), (*lead, rows * bm, cols * bk))
+    parts = {"crow": (crow if f.batch == "patterns" else crow[0]).to(index), "col": col.to(index)}
+    scale = {None: None, "tensor": (1,), "block": values.shape[:-2]}[f.scales[0]]
+    scale = None if scale is None else zones.input(factors(*scale, device=device), name="scales")
+    shape = (*lead, rows * bm, cols * bk)
+    if f.structured:
+        V = BsrMatrix(parts["crow"], parts["col"], holes(values), shape).prune_2_4()
+        values, metadata, shape = V.values, V.metadata, (*shape[:-1], shape[-1] // 2)
+    W = BsrMatrix(*(zones.input(t, name=name) for name, t in {**parts, "values": values}.items()), shape, scales=scale)
+    if f.structured:
+        return Bsr24(W, zones.input(metadata, name="metadata"))
     return W.t() if f.view else W
 
 
+def scale_shape(kind: str | None, shape) -> tuple[int, ...] | None:
+    """Shape of a scale of a (..., M, K) or b (..., K, N)."""
+    if kind in (None, "tensor"):
+        return kind and (1,)
+    *lead, rows, columns = shape
+    blocks = -(-rows // 128), -(-columns // 128)
+    each = {"row": (rows, 1), "column": (1, columns), "1x128": (rows, blocks[1]), "128x128": blocks}
+    return *lead, *each[kind]
+
+
 def make(case: Case, device: str = "cpu") -> Call:
-    """The call of a case: operands in guarded memory, and the truth."""
+    """The call of a case, with operands in guarded memory."""
     f, zones, drawn = case.signature, Zones(device), "cpu" if case.seed is None else device
     if case.seed is not None:
         seed(case.seed)
     places, majors = case.places or (None,) * 4, (*f.majors, False)
+    own = default_out_dtype(DTYPES[f.dtype])
 
-    def place(which: int, shape) -> Placement:
+    def placed(which: int, shape) -> Placement:
         return places[which] or Placement(in_memory(len(shape), majors[which]))
 
     def given(name: str, which: int | None, *shape, dtype=f.dtype, k=1) -> Tensor:
-        values = normal(*shape, dtype=DTYPES[dtype], device=drawn, k=k)
-        return zones.input(values, Placement() if which is None else place(which, shape), name)
+        values = draw(*shape, dtype=dtype, device=drawn, k=k)
+        return zones.input(values, Placement() if which is None else placed(which, shape), name)
 
-    linear, lead, terms = f.op in LINEAR, (case.items,) if f.batch and not f.run else (), {"activation": f.activation}
+    linear, lead = f.op in LINEAR, (case.items,) if f.batch and not f.run else ()
+    terms = {"activation": f.activation, "precision": f.precision}
+    terms |= {"fast": {"use_fast_accum": True}, "fp16": {"accumulation_dtype": torch.float16}}.get(f.accumulation, {})
     if f.op == "gemm":
-        args = given("a", A, *lead, case.m, case.k), given("b", B, *lead, case.k, case.n, k=case.k)
+        if f.structured:
+            args = (structured_a(draw(case.m, case.k, dtype=f.dtype, device=drawn), zones),)
+        else:
+            args = (given("a", A, *lead, case.m, case.k),)
+        args += (given("b", B, *lead, case.k, case.n, k=case.k),)
         shape = *lead, case.m, case.n
+        scaled = {"scale_a": (f.scales[0], args[0].shape), "scale_b": (f.scales[1], args[1].shape)}
     elif f.op == "sddmm":
         W, tokens = matrix(case, zones, drawn), case.n * max(f.run, 1)
         args = given("a", A, W.shape[-2], tokens, k=tokens), given("b", B, tokens, W.shape[-1]), W
-        shape, terms = W.values.shape, {"accumulate": f.residual}
+        shape, terms, scaled = W.values.shape, {"accumulate": f.residual}, {}
     else:
         W, tokens = matrix(case, zones, drawn), case.n * max(f.run, 1)
         M, K = W.shape[-2:]
         if linear:
             shape = *((*lead, tokens) if case.leading is None else case.leading), M
             args = given("x", B, *shape[:-1], K), W
+            scaled = {"scale_x": ("row" if f.scales[1] == "column" else f.scales[1], (*shape[:-1], K))}
         else:
             shape = *lead, M, tokens
             args = W, given("b", B, *lead, K, tokens)
+            scaled = {"scale_b": (f.scales[1], args[1].shape)}
+    terms = {name: value for name, value in terms.items() if value is not None or name == "activation"}
+    for name, each in scaled.items():
+        if (of := scale_shape(*each)) is not None:
+            terms[name] = zones.input(factors(*of, device=drawn), name=name)
     if f.bias:
         items = (case.items,) if f.bias == "items" else ()
         bias = (*items, shape[-1]) if linear or f.bias == "col" else (*items, shape[-2], 1)
-        terms["bias"] = given("bias", None, *bias, dtype=f.bias_dtype or f.dtype)
+        wide = "bf16" if DTYPES[f.dtype] in FLOAT8 else f.dtype
+        terms["bias"] = given("bias", None, *bias, dtype=f.bias_dtype or wide)
     if f.scaled:
         terms |= {"alpha": 0.5, "beta": -1.5}
     if f.function:
         terms["epilogue"] = leaky
+    if f.amax:
+        scale_out = torch.full((1,), 0.75, device=drawn)
+        terms |= {"scale_out": zones.input(scale_out, name="scale_out"), "return_amax": True}
     before = None
     if f.residual and f.op == "sddmm":
         before = normal(*shape, dtype=DTYPES[f.out_dtype], device=drawn).to(device)
@@ -319,24 +232,31 @@ def make(case: Case, device: str = "cpu") -> Call:
         experts = torch.randint(-1, case.items + 1, (case.n,), dtype=torch.int32, device=drawn)
         terms["expert_ids"] = zones.input(experts, name="expert_ids")
     out = None
-    if case.give_out or f.out_dtype != f.dtype:
-        out = zones.output(shape, DTYPES[f.out_dtype], place(OUT, shape))
-    return replace(product(OPS[f.op], args, terms, out, zones=zones, before=before), path=f.path)
+    if case.give_out or DTYPES[f.out_dtype] != own:
+        out = zones.output(shape, DTYPES[f.out_dtype], placed(OUT, shape))
+    return replace(gemm_call(OPS[f.op], args, terms, out, zones=zones, before=before), path=f.path)
 
 
 def run(case: Case, device: str = "cpu", runs: int = 1, expect: Callable = None) -> None:
-    """Make the call; raise Wrong, or what the op raises. With `runs` all others give the bits of the first.
+    """Make the call; raise Wrong, or what the op raises. With `runs`, the others must return the bits of the first.
 
     `expect` is given the plan first.
     """
-    call = make(case, device)
+    call, f = make(case, device), case.signature
+    bounded = f.accumulation or DTYPES[f.dtype] in FLOAT8  # by what the kernel is
+    plan = call.plan() if expect is not None or bounded else None
     if expect is not None:
-        expect(call.plan())
-    result = call()
-    if call.out is not None and result is not call.out:
-        raise Wrong("result", "out was given, and something else came back")
-    call.judge(None, result)
-    first = result.clone() if runs > 1 else None
+        expect(plan)
+
+    def made() -> tuple[Tensor, ...]:
+        found = call()
+        return found if isinstance(found, tuple) else (found,)
+
+    found = made()
+    if call.out is not None and found[0] is not call.out:
+        raise Wrong("result", "out was given, and another tensor was returned")
+    call.judge(plan if bounded else None, *found)
+    first = [t.clone() for t in found] if runs > 1 else []
     for _ in range(runs - 1):
-        if not torch.equal(call(), first):
-            raise Wrong("other bits", "the same call gave another result")
+        if not all(same_bits(*pair) for pair in zip(made(), first, strict=True)):
+            raise Wrong("other bits", "the same call returned another result")

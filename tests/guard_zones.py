@@ -18,7 +18,7 @@ from torch import Tensor
 
 MARGIN = 64  # elements before and after each tensor; their bytes are a multiple of 16
 NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF}  # bits that are NaN in each floating type, by bytes of an element
-PATTERN = {2: 0x5A3C, 4: 0x5A3C5A3C}  # finite in all of them
+PATTERN = {1: 0x5A, 2: 0x5A3C, 4: 0x5A3C5A3C}  # finite in all of them
 GARBAGE = 0x5A3C5A3C  # around index tensors: no row, block or page has this number
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 import cute_kernels.dispatch as dense_ops
+import cute_kernels.sparse24.dispatch as structured_ops
 import sparse_collective.dispatch as sparse_ops
 import sparse_collective.sddmm_kernel.dispatch as sampled_ops
 from cute_kernels import reference
@@ -38,9 +39,10 @@ def with_zeros(facts, operands: list) -> list:
         values, metadata, *others = operands
         places = unpack_metadata(metadata, len(values), KEPT * values.shape[1], values.itemsize)
         return [expand(values, places), *others]
-    *pattern, metadata, values, b, d = operands
+    scales = operands[-2:] if has_scales(facts) else []
+    *pattern, metadata, values, b, d = operands[: len(operands) - len(scales)]
     places = unpack_blocks(metadata, facts.block.bm, facts.block.bk, values.itemsize)
-    return [*pattern, None, expand(values, places), b, d]
+    return [*pattern, None, expand(values, places), b, d, *scales]
 
 
 class Emulated:
@@ -59,7 +61,8 @@ class Emulated:
         insist_on_arguments(self.facts, args)
         *operands, alpha, beta, group, max_ctas = args
         sampled = self.facts.block is not None and self.facts.block.operand == "d"
-        z = None if sampled else operands.pop()
+        structured = family_of(self.facts).structured
+        z = None if sampled or structured and self.facts.block is None else operands.pop()
         *operands, bias, residual = operands
         scale_out = amax = None
         if self.facts.narrow:
@@ -70,12 +73,15 @@ class Emulated:
             assert all(t is None or t.shape == (1,) for t in (scale_out, amax)) and (amax is None or amax == 0)
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
-        if family_of(self.facts).structured:
-            operands = with_zeros(self.facts, operands)
+        if structured:
+            stored, operands = operands[0], with_zeros(self.facts, operands)
         if self.facts.block is None:
             a, b, d, *scales = operands
-            self.insist("a", a, 0)
+            self.insist("a", stored if structured else a, 0)
+            if structured:
+                b = b[: a.shape[1]]  # K may be padded
             acc = self.with_blocks(a, scales, 0) @ self.with_blocks(b, scales, 1)
+            acc = acc.expand(len(d), *acc.shape) if d.dim() > acc.dim() else acc  # zeros of K = 0
             if self.facts.epilogue.scales_operands:
                 acc = self.scaled(acc, *scales)
         elif sampled:
@@ -311,7 +317,7 @@ def without_gpu(request, monkeypatch):
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
-    for ops in (dense_ops, sparse_ops, sampled_ops):
+    for ops in (dense_ops, sparse_ops, sampled_ops, structured_ops):
         monkeypatch.setattr(ops, "plans_kernel", lambda device: True)
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms))
         monkeypatch.setattr(ops, "_PLANS", PlanCache())

@@ -13,7 +13,7 @@ from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_mat
 from sparse_collective import dispatch as sparse_ops
 
 from . import host_emulation
-from .gemm_cases import OPS
+from .gemm_calls import OPS
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])

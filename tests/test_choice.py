@@ -20,7 +20,7 @@ from cute_kernels.runtime.families import unsupported
 from cute_kernels.testing.reference import normal, operand, poisoned
 from sparse_collective import bsr_linear, bsr_matmul, random_bsr
 
-from .gemm_cases import assert_right
+from .gemm_calls import assert_right
 from .sparse_collective.bsr_parts import picked
 
 BF16, FP32 = torch.bfloat16, torch.float32

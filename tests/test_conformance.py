@@ -4,6 +4,7 @@ Without a GPU each call is planned as on one, with torch in the kernel's place (
 which checks the host side.
 """
 
+import contextlib
 import math
 import threading
 
@@ -16,13 +17,32 @@ from cute_kernels.runtime.families import families
 from cute_kernels.testing.reference import assert_as_good_as_torch, normal, poisoned
 from sparse_collective import BsrMatrix, bsr_matmul
 
+from . import host_emulation
 from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases
-from .gemm_cases import make, product, run
+from .emulator.ops import on_emulator
+from .gemm_calls import gemm_call
+from .gemm_cases import make, run
 from .sparse_collective.bsr_parts import BOTH_OPS, bsr, operands
 
 
 def marked(family, *values, name=""):
-    return pytest.param(family, *values, marks=getattr(pytest.mark, family.path), id=f"{family.name}{name}")
+    mark = "sm_89" if family.arch == "sm_89" else family.path
+    return pytest.param(family, *values, marks=getattr(pytest.mark, mark), id=f"{family.name}{name}")
+
+
+@pytest.fixture
+def force(request, device, monkeypatch):
+    """force(family, config=None): restrict the ops to these kernels, on the architecture that has them."""
+    with contextlib.ExitStack() as stack:
+
+        def restrict(family, config=None):
+            if device == "cpu" and request.config.getoption("--emulator"):
+                stack.enter_context(on_emulator(family.arch))
+            elif device == "cpu":
+                host_emulation.install(monkeypatch, family.arch)
+            family.force(monkeypatch, config)
+
+        yield restrict
 
 
 def expect(family):
@@ -43,8 +63,8 @@ BY_FAMILY = [
 
 
 @pytest.mark.parametrize(("family", "case"), BY_FAMILY)
-def test_products(device, monkeypatch, family, case):
-    family.force(monkeypatch)
+def test_products(device, force, family, case):
+    force(family)
     run(case, device, 2, expect(family))
 
 
@@ -57,9 +77,9 @@ BY_CONFIGURATION = [
 
 
 @pytest.mark.parametrize(("family", "config", "block"), BY_CONFIGURATION)
-def test_every_configuration(device, monkeypatch, family, config, block):
+def test_every_configuration(device, force, family, config, block):
     """Each candidate, whatever the cost model picks. What it does not support is refused, and it serves some call."""
-    family.force(monkeypatch, config)
+    force(family, config)
     served = 0
     for case in large_cases(family, block, device):
         try:
@@ -70,9 +90,13 @@ def test_every_configuration(device, monkeypatch, family, config, block):
     assert served
 
 
-def test_every_family_of_products_is_here():
-    plain = {family for family in families(ProductFamily) if not family.structured}
-    assert {kernels.family for kernels in FAMILIES.values()} == plain
+def test_every_family_is_here():
+    """With each arithmetic that its features name, on both paths."""
+    assert {kernels.family for kernels in FAMILIES.values()} == {*families(ProductFamily)}
+    for path in ("sm_80", "sm_90"):
+        for name in ("FP8", "to FP8", "TF32", "FP16 accumulation"):
+            assert {f"dense {name} {path}", f"bsr {name} {path}"} <= {*FAMILIES}
+        assert {f"skinny FP8 {path}", f"sparse24 FP8 {path}", f"bsr24 FP8 {path}", f"bsr24 {path}"} <= {*FAMILIES}
 
 
 def test_all_pairs_are_met():
@@ -89,7 +113,7 @@ def test_all_pairs_are_met():
 # What must not show
 
 SPARSE = pytest.mark.parametrize(
-    "family", [marked(family) for family in FAMILIES.values() if "bsr_matmul" in family.ops]
+    "family", [marked(family) for family in FAMILIES.values() if "bsr_matmul" in family.ops and family.plain]
 )
 SCATTERED = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
 
@@ -97,9 +121,9 @@ SCATTERED = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1,
 @BOTH_OPS
 @SPARSE
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
-def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, family, junk, op):
+def test_what_absent_blocks_would_multiply_never_shows(device, force, family, junk, op):
     """With junk in one block column of b at a time the rows that have it are spoilt, and all others exact."""
-    family.force(monkeypatch)
+    force(family)
     for block in family.blocks:
         W = bsr(SCATTERED, block, device, inside_nan=True)
         x = normal(8 if family.columns is FEW else 136, W.shape[1], device=device)
@@ -110,7 +134,7 @@ def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, fami
                 t[:, column * block[1] : (column + 1) * block[1]] = value
                 return (W, t.t().contiguous()) if op is bsr_matmul else (t, W)
 
-            exact, by_torch = product(op, given(0.0), {}).truth()
+            exact, by_torch = gemm_call(op, given(0.0), {}).truth()
             with cute_kernels.path(family.path):
                 out = op(*given(junk), out=poisoned(*exact.shape, device=device))
             parts = ((t if op is bsr_matmul else t.t()).split(block[0]) for t in (out, exact, by_torch))
@@ -122,11 +146,11 @@ def test_what_absent_blocks_would_multiply_never_shows(device, monkeypatch, fami
 
 
 @SPARSE
-def test_a_spoilt_block_stays_in_its_row(device, monkeypatch, family):
-    family.force(monkeypatch)
+def test_a_spoilt_block_stays_in_its_row(device, force, family):
+    force(family)
     for block in family.blocks:
         W, b = operands(bsr_matmul, bsr("all_blocks", block, device, grid=(3, 3)), 8)
-        exact, by_torch = product(bsr_matmul, (W, b), {}).truth()
+        exact, by_torch = gemm_call(bsr_matmul, (W, b), {}).truth()
         W.values[4] = math.nan  # block (1, 1)
         with cute_kernels.path(family.path):
             out = bsr_matmul(W, b, out=poisoned(*exact.shape, device=device))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from .calls import FP16, attend, bits, dense, linear, matmul, on_paths, paths
-from .gemm_cases import Call
+from .gemm_calls import Call
 from .repeats import on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stability]

@@ -15,7 +15,7 @@ from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_mat
 from sparse_collective import torch_op as sparse_torch_op
 from sparse_collective.nn import BsrLinear
 
-from .gemm_cases import assert_right
+from .gemm_calls import assert_right
 from .sparse_collective.bsr_parts import DEVICES, FORMS, batch, bsr, operands
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TF32:UserWarning")

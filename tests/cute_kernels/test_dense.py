@@ -12,7 +12,7 @@ from cute_kernels import explain, gemm
 from cute_kernels import functions as F
 from cute_kernels.testing.reference import normal, operand, poisoned
 
-from ..gemm_cases import assert_right, check
+from ..gemm_calls import assert_right, check
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = ("nn", "nt", "tn", "tt")

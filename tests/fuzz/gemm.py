@@ -9,7 +9,8 @@ import random
 from hypothesis import strategies as st
 
 from ..conformance import FAMILIES, axes_of, signature_of
-from ..gemm_cases import OPS, Case, Signature, in_memory
+from ..gemm_calls import OPS
+from ..gemm_cases import Case, Signature, in_memory
 from ..gemm_cases import run as run
 from ..guard_zones import Placement
 from ..sparse_collective.sddmm_cases import place_of_blocks

@@ -17,7 +17,7 @@ from attention import BlockMask, attention, block_sparse_attention, create_block
 from cute_kernels.testing.reference import ACTIVATIONS, dense_of, normal, seed, truth
 from sparse_collective import BsrMatrix, bsr_gated_linear
 
-from .. import gemm_cases
+from .. import gemm_calls, gemm_cases
 from ..attention.mask_parts import elements
 from ..guard_zones import Zones
 from . import attention as fuzz_attention
@@ -127,7 +127,7 @@ def of_product(op: str, case: gemm_cases.Case, device: str) -> Subject:
             z = operands[0] @ dense_of(operands[1]).mT
             gate, up = z.unflatten(-1, (-1, 2, 64)).unbind(-2)
             return ((ACTIVATIONS[more["activation"]](gate) * up).flatten(-2),)
-        left, right, more = gemm_cases.plainly(op, operands, more)
+        left, right, more = gemm_calls.plainly(op, operands, more)
         y = truth(left, right, **more, dtype=given[0].dtype)
         if op == "bsr_grouped_linear":
             y = y.flatten(0, 1)

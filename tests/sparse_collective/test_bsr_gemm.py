@@ -23,7 +23,8 @@ from sparse_collective.bsr_gemm.family import BSR
 
 from .. import host_emulation
 from ..conformance import FAMILIES, axes_of, case_of, cases_of
-from ..gemm_cases import check, make, run
+from ..gemm_calls import check
+from ..gemm_cases import make, run
 from .bsr_parts import BOTH_OPS, FORMS, batch, bsr, operands, parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -24,7 +24,7 @@ from sparse_collective.gemv.family import SKINNY
 from sparse_collective.gemv.kernel import SkinnyKernel, a_register, b_register
 
 from ..conformance import FAMILIES
-from ..gemm_cases import check
+from ..gemm_calls import check
 from .bsr_parts import BOTH_OPS, bsr, operands, picked, skinny_loads
 
 BLOCKS = [(16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (32, 32), (16, 144), (64, 256)]

@@ -23,7 +23,7 @@ from sparse_collective.small_blocks.tables import block_tables, table_shapes, ta
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from ..conformance import FAMILIES
-from ..gemm_cases import check
+from ..gemm_calls import check
 from .bsr_parts import BOTH_OPS, Operations, batch, bsr, operands
 
 BLOCKS = ((16, 16), (32, 32), (64, 64), (16, 32), (32, 16), (64, 16), (16, 64), (32, 64))

@@ -10,7 +10,7 @@ from cute_kernels.testing import patterns
 from sparse_collective import bsr_matmul
 from sparse_collective.bsr_gemm.tile_order import LONG, MOST_CHUNKS, OVERHEAD, work_order
 
-from ..gemm_cases import check
+from ..gemm_calls import check
 from .bsr_parts import BOTH_OPS, INDEX_DTYPES, Operations, bsr, operands
 
 
