@@ -33,7 +33,7 @@ def numbers(*shape: int, dtype=torch.float8_e4m3fn, device="cpu") -> Tensor:
 
 def factors(*shape: int, device="cpu") -> Tensor:
     """Dequantization scales from 1/4 to 5/4."""
-    return torch.rand(*shape, device=device) + 0.25
+    return torch.rand(shape, device=device) + 0.25
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

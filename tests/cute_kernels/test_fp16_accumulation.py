@@ -1,7 +1,6 @@
 """accumulation_dtype=torch.float16: sums against a bound of 11 bits, plans, gradients, refusals, kernels."""
 
 import itertools
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -22,12 +21,11 @@ from sparse_collective.bsr_gemm.family import BSR
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from ..sparse_collective.bsr_parts import products_refuse
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HALF = {"accumulation_dtype": FP16}
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 STEP = 8  # products that tensor cores add before they round; of WGMMA, and of the emulator, 16
 LARGEST = 65504.0
 

@@ -1,7 +1,6 @@
 """Outputs of 8-bit floats: scales, saturation, the largest magnitude, refusals, and kernels."""
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ from sparse_collective.bsr_gemm import catalogue as sparse_catalogue
 from sparse_collective.bsr_gemm.family import BSR
 from sparse_collective.gemv.family import SKINNY
 
-from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from .test_fp8 import numbers
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 OUT = pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 OF = pytest.mark.parametrize("dtype", [E4M3, BF16], ids=["of e4m3", "of bf16"])
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # of a number, where it is normal
 LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # subnormal numbers
 

@@ -1,6 +1,5 @@
 """FP8 GEMMs that overlap a work tile's store with the next tile (matmul/schedules/overlap_store_sm90.py)."""
 
-import shutil
 from unittest import mock
 
 import pytest
@@ -11,12 +10,10 @@ from cute_kernels.matmul import heuristics
 from cute_kernels.testing.reference import poisoned
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr
 
-from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def only(columns: int, cluster: int = 1):

@@ -1,7 +1,6 @@
 """quantize by kernels: what they make is what torch's operations make on the CPU, bit for bit."""
 
 import math
-import shutil
 import sys
 
 import pytest
@@ -14,14 +13,12 @@ from cute_kernels.fp8.config import facts_for
 from cute_kernels.fp8.family import QUANTIZING
 from sparse_collective import random_bsr
 
-from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MODULE = sys.modules["cute_kernels.fp8.quantize"]  # the package has the function of this name
 PAIRS = [(BF16, E4M3), (FP16, E5M2), (FP32, E4M3)]
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 WHERE = pytest.mark.parametrize(
     "where",
     [

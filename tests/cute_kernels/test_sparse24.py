@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import shutil
 import warnings
 
 import pytest
@@ -21,13 +20,12 @@ from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch,
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = [BF16, FP16, FP32, FP64]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(64, 64), (1, 4), (130, 68), (300, 136), (256, 128), (0, 8), (5, 0)]
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def pruned(M: int, K: int, dtype=BF16, device="cpu") -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Products of 8-bit floats with a 2:4 sparse A: the format, the op, refusals, kernels, emulator and GPU."""
 
 import re
-import shutil
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch,
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from ..fp8_parts import assert_as_tensor_cores
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,7 +24,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 SUMS = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 SHAPES = [(64, 64), (1, 4), (130, 68), (300, 136), (256, 128), (0, 8), (5, 0)]
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def numbers(*shape: int, dtype=E4M3, device="cpu") -> torch.Tensor:

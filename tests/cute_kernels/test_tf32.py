@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shutil
 
 import pytest
 import torch
@@ -24,12 +23,11 @@ from sparse_collective.bsr_gemm.family import BSR
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import GpuTensor, on_emulator
+from ..emulator.ops import GpuTensor, needs_compiler, on_emulator
 from ..sparse_collective.bsr_parts import products_refuse
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BOTH = pytest.mark.parametrize("precision", PRECISIONS)
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 # What a product errs by, over |a| |b|: two operands rounded to 11 bits; or to 23, and the product of the small parts.
 ROUNDING = {"tf32": 2 * 2.0**-11 + 2.0**-22, "3xtf32": 2 * 2.0**-23 + 2.0**-22}
 SUM = 2.0**-23  # an addition, of tensor cores that cut off

@@ -7,8 +7,10 @@ Plans are made for each call anew and not kept, kernels are kept as long as the 
 """
 
 import contextlib
+import shutil
 from unittest import mock
 
+import pytest
 import torch
 
 from cute_kernels.epilogue_gradient import dispatch as epilogue_gradient
@@ -18,7 +20,9 @@ from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.tf32 import dispatch as tf32
 
 from ..signatures import insist_on_arguments
-from .emulate import emulated, emulator
+from .emulate import COMPILER, emulated, emulator
+
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="the emulator needs a C++ compiler (CXX)")
 
 
 class GpuTensor(torch.Tensor):

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import io
 import re
-import shutil
 
 import pytest
 import torch
@@ -31,12 +30,11 @@ from sparse_collective.nn import BsrLinear
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from .bsr_parts import BOTH_OPS, FORMS, assert_same, batch, bsr
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BLOCKS = [(128, 128), (64, 64), (256, 64), (192, 192)]
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def holes(W: BsrMatrix) -> BsrMatrix:

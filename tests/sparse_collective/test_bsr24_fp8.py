@@ -3,7 +3,6 @@
 import copy
 import io
 import re
-import shutil
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from sparse_collective.bsr24.family import BSR24
 
 from ..compiled import cubin
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from ..fp8_parts import assert_as_tensor_cores
 from .bsr_parts import FORMS, batch
 from .test_fp8_bsr import exact_of, numbers, operand, run, scales_of, wide
@@ -28,7 +27,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 PER = pytest.mark.parametrize("per", [None, "tensor", "block"])
 MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def sparse(mask=MASK, block=(128, 128), *, per="block", dtype=E4M3, device="cpu") -> Bsr24:

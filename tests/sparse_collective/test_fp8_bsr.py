@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import shutil
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from sparse_collective.nn import BsrLinear
 from ..compiled import inspect_compiled
 from ..cute_kernels.test_fp8 import numbers
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from ..fp8_parts import assert_as_tensor_cores, compiled, some
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,7 +28,6 @@ DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 PER = pytest.mark.parametrize("per", [None, "tensor", "block"])
 OPS = pytest.mark.parametrize("op", [bsr_matmul, bsr_linear])
 ON_ARCHS = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ("sm_89", "sm_90")])
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

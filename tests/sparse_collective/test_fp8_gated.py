@@ -1,7 +1,5 @@
 """bsr_gated_linear of 8-bit floats, whose gate is one warpgroup's and what it multiplies another's; and its layer."""
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
@@ -19,11 +17,10 @@ from sparse_collective.bsr_gemm.family import BSR
 from sparse_collective.nn import BsrLinear, Float8SwiGLU, SwiGLU, fp8
 
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def matrix(shape, block=(128, 128), *, dtype=E4M3, per="block", device="cpu") -> BsrMatrix:

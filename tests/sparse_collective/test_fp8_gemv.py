@@ -4,7 +4,6 @@ Their sums are of exact products in fp32. So results err as torch's do that mult
 """
 
 import itertools
-import shutil
 from dataclasses import replace
 
 import cutlass
@@ -30,7 +29,7 @@ from sparse_collective.gemv.fp8 import Float8SkinnyKernel
 
 from ..cute_kernels.test_fp8 import numbers
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from .bsr_parts import skinny_loads
 from .test_fp8_bsr import BF16, DTYPES, FP32, PER, batches, exact_of, operand, run, sparse
 
@@ -38,7 +37,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (48, 112), (64, 256)]
 SQUARE = pytest.mark.parametrize("block", BLOCKS, ids=str)
 ON_ARCHS = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ARCHS])
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def configs(block, scaled: bool, arch="sm_90") -> list[SkinnyConfig]:

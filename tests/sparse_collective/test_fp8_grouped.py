@@ -1,7 +1,5 @@
 """Grouped products of 8-bit floats: scales of tokens and of blocks, runs of any item, both kinds of sums, kernels."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from sparse_collective.bsr_gemm.family import BSR
 
 from ..cute_kernels.test_fp8 import numbers
 from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 from ..fp8_parts import assert_as_tensor_cores, some
 from .test_fp8_bsr import scales_of, sparse, wide
 
@@ -33,7 +31,6 @@ PER = pytest.mark.parametrize("per", [None, "tensor", "block"])
 KINDS = pytest.mark.parametrize("kind", ["none", "tensor", "each"])
 ON_ARCHS = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ("sm_89", "sm_90")])
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 
 
 def experts(

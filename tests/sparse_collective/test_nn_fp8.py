@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,12 +27,10 @@ from sparse_collective.nn import (
     quantize_,
 )
 
-from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 HOWTO = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "fp8.md").read_text()
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import shutil
 
 import pytest
 import torch
@@ -25,12 +24,10 @@ from sparse_collective.nn import (
     quantize_,
 )
 
-from ..emulator import emulate
-from ..emulator.ops import on_emulator
+from ..emulator.ops import needs_compiler, on_emulator
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3 = torch.float8_e4m3fn
-needs_compiler = pytest.mark.skipif(shutil.which(emulate.COMPILER) is None, reason="the emulator needs a C++ compiler")
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
