@@ -1,4 +1,4 @@
-"""Products of float32 operands, as TF32 or as two TF32 numbers each: against fp64, copies, refusals, kernels."""
+"""TF32 and 3xTF32 beyond the conformance cases: rounding and parts, strides, errors, gradients, machine code."""
 
 import contextlib
 import itertools
@@ -15,53 +15,23 @@ from cute_kernels.matmul.family import DENSE
 from cute_kernels.matmul.precision import PRECISIONS, rounded, side_by_side, split
 from cute_kernels.runtime.families import family_named
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.testing.reference import ACTIVATIONS, poisoned
+from cute_kernels.testing.reference import ACTIVATIONS
 from cute_kernels.tf32 import dispatch as tf32
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
 from sparse_collective.bsr_gemm import catalogue as bsr_catalogue
 from sparse_collective.bsr_gemm.family import BSR
 
 from ..compiled import cubin
-from ..emulator import emulate
 from ..emulator.ops import GpuTensor, needs_compiler, on_emulator
+from ..gemm_calls import check
 from ..sparse_collective.bsr_parts import products_refuse
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 BOTH = pytest.mark.parametrize("precision", PRECISIONS)
-# What a product errs by, over |a| |b|: two operands rounded to 11 bits; or to 23, and the product of the small parts.
-ROUNDING = {"tf32": 2 * 2.0**-11 + 2.0**-22, "3xtf32": 2 * 2.0**-23 + 2.0**-22}
-SUM = 2.0**-23  # an addition, of tensor cores that cut off
 
 
 def numbers(*shape: int, device="cpu") -> torch.Tensor:
     return torch.randn(*shape, device=device)
-
-
-def allowed(a, b, precision: str) -> torch.Tensor:
-    """What a product of a (..., M, K) and b (..., K, N) may err by: roundings, and one for each 4 products added."""
-    additions = (3 if precision == "3xtf32" else 1) * (a.shape[-1] // 4 + 4)
-    return (ROUNDING[precision] + additions * SUM) * (a.to(FP64).abs() @ b.to(FP64).abs())
-
-
-def assert_within(ours, exact, bound) -> None:
-    """`ours` errs by `bound`, and by what it is rounded to."""
-    assert ours.shape == exact.shape
-    half = torch.finfo(ours.dtype).eps / 2
-    wrong = ~((ours.to(FP64) - exact).abs() <= bound + 2 * half * (exact.abs() + bound) + 1e-30)
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, {wrong.nonzero()[:4].tolist()}"
-
-
-def check(a, b, precision, *, bias=None, activation=None, residual=None, alpha=1.0, beta=1.0, **more):
-    """gemm(...) against fp64."""
-    terms = {"bias": bias, "activation": activation, "residual": residual, "alpha": alpha, "beta": beta}
-    ours = gemm(a, b, **terms, precision=precision, **more)
-    x = alpha * (a.to(FP64) @ b.to(FP64))
-    x = x if bias is None else x + bias.to(FP64)
-    x = x if residual is None else x + beta * residual.to(FP64)
-    # Derivatives of activations are below 1.2; what bias, residual and activation err by is of fp32.
-    bound = 1.2 * abs(alpha) * allowed(a, b, precision) + 2.0**-21 * (x.abs() + 1)
-    assert_within(ours, ACTIVATIONS[activation](x), bound)
-    return ours
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -135,32 +105,6 @@ def test_tensors_that_no_kernel_copies():
 
 
 @BOTH
-@pytest.mark.parametrize("size", [(256, 256, 256), (129, 264, 144), (33, 71, 49), (8, 8, 1)], ids=str)
-def test_products(place, precision, size):
-    M, N, K = size
-    a = numbers(M, K, device=place)
-    for b in (numbers(N, K, device=place).t(), numbers(K, N, device=place)):
-        for dtype in (FP32, BF16, FP16):
-            out = poisoned(M, N, dtype=dtype, device=place)
-            assert check(a, b, precision, out=out) is out
-        assert gemm(a, b, precision=precision).dtype == FP32
-
-
-@BOTH
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_epilogues(place, precision, activation):
-    M, N, K = 136, 200, 160
-    a, b = numbers(M, K, device=place), numbers(K, N, device=place)
-    bias, residual = numbers(N, device=place), numbers(M, N, device=place)
-    check(a, b, precision, bias=bias, activation=activation)
-    check(a, b, precision, bias=bias.to(BF16), activation=activation, residual=residual, beta=-1.5, alpha=0.25)
-    check(a, b, precision, bias=numbers(M, 1, device=place), activation=activation, out_dtype=BF16)
-    function = gemm(a, b, epilogue=lambda x: torch.tanh(x) * 2.0, precision=precision)
-    exact = 2.0 * torch.tanh(a.double() @ b.double())
-    assert_within(function, exact, 2.0 * allowed(a, b, precision) + 2.0**-21)
-
-
-@BOTH
 def test_batches_and_strides(place, precision):
     for a, b in (
         ((3, 40, 64), (64, 72)),
@@ -168,57 +112,10 @@ def test_batches_and_strides(place, precision):
         ((40, 64), (3, 64, 72)),
         ((2, 1, 9, 20), (4, 20, 8)),
     ):
-        check(numbers(*a, device=place), numbers(*b, device=place), precision)
-    check(numbers(64, 40, device=place).t(), numbers(72, 64, device=place).t(), precision)
-    check(numbers(40, 130, device=place)[:, 1::2], numbers(65, 73, device=place)[:, 1:], precision)
-    check(numbers(3, 64, 40, device=place).mT, numbers(3, 72, 66, device=place).mT[:, 2:], precision)
-
-
-@BOTH
-def test_nothing_to_sum_or_to_write(place, precision):
-    bias = numbers(24, device=place)
-    assert torch.equal(
-        gemm(numbers(16, 0, device=place), numbers(0, 24, device=place), bias=bias, precision=precision),
-        bias.expand(16, 24),
-    )
-    assert gemm(numbers(0, 8, device=place), numbers(8, 24, device=place), precision=precision).shape == (0, 24)
-
-
-@BOTH
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (32, 48), (16, 16)], ids=str)
-def test_block_sparse_products(place, precision, block):
-    K = 240 if block[1] == 48 else 256
-    W = random_bsr((256, K), block, density=0.5, dtype=FP32).to(place)
-    dense, x, bias = W.to_dense(), numbers(80, K, device=place), numbers(256, device=place)
-    exact, bound = x.double() @ dense.double().t(), allowed(x, dense.t(), precision) + 2.0**-21
-    for out in (poisoned(80, 256, dtype=dtype, device=place) for dtype in (FP32, BF16)):
-        assert_within(bsr_linear(x, W, bias=bias, out=out, precision=precision), exact + bias.double(), bound)
-    assert_within(bsr_matmul(W, x.t(), out_dtype=FP32, precision=precision), exact.t(), bound.t())
-    b = x.t().contiguous()
-    ours = bsr_matmul(W, b, residual=exact.t().float(), activation="relu", precision=precision)
-    assert_within(ours, (2 * exact.t()).relu(), bound.t() + 2.0**-22 * exact.t().abs())
-    tokens = x.view(2, 40, K)
-    assert torch.equal(
-        bsr_linear(tokens, W, precision=precision), bsr_linear(x, W, precision=precision).view(2, 40, -1)
-    )
-
-
-@BOTH
-def test_batches_of_block_sparse_matrices(place, precision):
-    W = random_bsr((128, 192), (64, 64), density=0.5, dtype=FP32).to(place)
-    both = W.with_values(numbers(*W.values.shape, device=place))
-    batch, x = BsrMatrix.stack([W, both]), numbers(2, 40, 192, device=place)
-    for each in (batch, BsrMatrix.stack([W, random_bsr((128, 192), (64, 64), density=0.3, dtype=FP32).to(place)])):
-        dense = torch.stack([item.to_dense() for item in each.unbind()])
-        ours = bsr_linear(x, each, precision=precision)
-        assert_within(ours, x.double() @ dense.double().mT, allowed(x, dense.mT, precision))
-
-
-@BOTH
-def test_matrices_without_blocks(place, precision):
-    W = BsrMatrix.from_dense(torch.zeros(64, 64, device=place), (32, 32))
-    x, bias = numbers(24, 64, device=place), numbers(64, device=place)
-    assert torch.equal(bsr_linear(x, W, bias=bias, precision=precision), bias.expand(24, 64))
+        check(gemm, numbers(*a, device=place), numbers(*b, device=place), precision=precision)
+    check(gemm, numbers(64, 40, device=place).t(), numbers(72, 64, device=place).t(), precision=precision)
+    check(gemm, numbers(40, 130, device=place)[:, 1::2], numbers(65, 73, device=place)[:, 1:], precision=precision)
+    check(gemm, numbers(3, 64, 40, device=place).mT, numbers(3, 72, 66, device=place).mT[:, 2:], precision=precision)
 
 
 @BOTH
@@ -278,16 +175,6 @@ def test_plans(arch, precision):
         plan = explain(bsr_linear, numbers(tokens, 256), W, arch=arch, precision=precision)
         assert plan.facts.family == "bsr" and plan.facts.block.bk == (384 if precision == "3xtf32" else 128)
         assert len([note for note in plan.notes if "copied" in note]) == (2 if precision == "3xtf32" else 0)
-
-
-def test_the_cost_model_counts_bytes_and_parts():
-    """A TF32 product takes twice as long as one of bf16, and 3xtf32 three times that."""
-    times = []
-    for dtype, precision in ((BF16, None), (FP32, "tf32"), (FP32, "3xtf32")):
-        a = torch.empty(8192, 8192, dtype=dtype, device="meta")
-        facts = explain(gemm, a, a.t(), arch="sm_90", precision=precision).facts
-        times.append(facts.config)
-    assert [config.tile_k for config in times] == [64, 32, 32]
 
 
 def test_known_plans_are_not_confused(device):
@@ -370,6 +257,7 @@ def test_what_has_no_precision():
 def test_gradients_of_gemm(place, precision, activation):
     a, b, bias = numbers(48, 64, device=place), numbers(64, 80, device=place), numbers(80, device=place)
     dy, found = numbers(48, 80, device=place), []
+    dy[(a @ b + bias).abs() < 0.1] = 0.0  # rounding to TF32 changes where ReLU is zero
     for dtype in (FP32, FP64):
         x, y, z = (t.detach().to(dtype).requires_grad_() for t in (a, b, bias))
         if dtype == FP32:
@@ -380,7 +268,7 @@ def test_gradients_of_gemm(place, precision, activation):
         found.append((x.grad, y.grad, z.grad))
     for ours, exact in zip(*found, strict=True):
         error = torch.linalg.norm(ours.double() - exact) / torch.linalg.norm(exact)
-        assert ours.dtype == FP32 and error < (0.02 if activation == "relu" else 2e-3 if precision == "tf32" else 2e-6)
+        assert ours.dtype == FP32 and error < (2e-3 if precision == "tf32" else 2e-6)
 
 
 def test_block_sparse_products_refuse_gradients(place):
@@ -449,65 +337,6 @@ def without_ties(x: torch.Tensor) -> torch.Tensor:
     return torch.where((x.view(torch.int32) & 0x1FFF) == 0x1000, 1.0, x)
 
 
-def on_the_emulator(facts, K: int = 148) -> None:
-    """A product whose tiles and K-tiles have tails; of operands that were rounded, but for fp32 sums. Those of parts
-    are rounded before."""
-    cfg = facts.config
-    K = K if cfg.split == 1 else cfg.split * cfg.tile_k * 2
-    M, N = cfg.tile_m + 72, cfg.tile_n * cfg.cluster_n + 40
-    a, b, d = without_ties(numbers(M, K)), without_ties(numbers(N, K)).t(), poisoned(M, N, dtype=FP32)
-    if facts.promoted:
-        a, b = rounded(a), rounded(b.t()).t()
-    with emulate.emulator(sms=4):
-        emulate.emulated(facts)(a, b, d, None, None, None, 1.0, 0.0, *facts.counts(1, 4))
-    exact = rounded(a).double() @ rounded(b.t()).t().double()
-    assert_within(d, exact, (K + 4) * 2.0**-24 * (a.double().abs() @ b.double().abs()))
-
-
-def configurations(arch: str) -> list:
-    """One of each kind of loop."""
-    plain = [f for name, f in KERNELS if name == arch and f.path == ARCHS[arch].path and f.family == "dense"]
-    plain = [f for f in plain if f.epilogue == type(f.epilogue)() and f.ranks == (2, 2, 2) and f.out_dtype == "float32"]
-    wanted = {
-        "sm_86": [("128x64", False), ("64x64", False), ("128x128x16/4 4x2", True)],
-        "sm_90": [
-            ("128x192", False),
-            ("128x128x32/5 2x1 k/4", False),
-            ("64x32", False),
-            ("128x128x32/6 2x1 c2x1", True),
-        ],
-    }[arch]
-    wanted += [("64x64x64", True), ("64x256", True)] if arch == "sm_90" else []
-    found = [next(f for f in plain if f.config.short.startswith(n) and f.promoted == p) for n, p in wanted]
-    return [pytest.param(facts, id=facts.config.short + " promoted" * facts.promoted) for facts in found]
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", [*configurations("sm_86"), *configurations("sm_90")])
-def test_on_the_emulator(facts):
-    on_the_emulator(facts)
-
-
-@needs_compiler
-@pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
-def test_calls_on_the_emulator(arch, precision):
-    """With an epilogue, operands of all majors, and block-sparse ones."""
-    with on_emulator(arch, sms=4):
-        bias, residual = numbers(96), numbers(70, 96)
-        for a, b in ((numbers(70, 50), numbers(50, 96)), (numbers(52, 70).t(), numbers(96, 52).t())):
-            terms = {"bias": bias, "activation": "gelu", "residual": residual}
-            check(a, b, precision, **terms, out=poisoned(70, 96, dtype=FP32))
-        for block in ((64, 64), (16, 48)):
-            W = random_bsr((128, 192), block, density=0.5, dtype=FP32)
-            x = numbers(40, 192)
-            ours = bsr_linear(x, W, out=poisoned(40, 128, dtype=FP32), precision=precision)
-            dense = W.to_dense()
-            assert_within(ours, x.double() @ dense.double().t(), allowed(x, dense.t(), precision))
-
-
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
@@ -537,27 +366,6 @@ def test_operands_are_rounded_to_nearest(path):
         pytest.skip("TMA is sm_90's")
     with cute_kernels.path(path):
         operands_are_rounded_to_nearest("cuda")
-
-
-@pytest.mark.gpu
-@BOTH
-@pytest.mark.parametrize("size", [(256, 256, 256), (1024, 1536, 2048), (129, 257, 1000), (64, 512, 4096)], ids=str)
-def test_large_products(precision, size):
-    M, N, K = size
-    a, b = numbers(M, K, device="cuda"), numbers(N, K, device="cuda").t()
-    out, again = (poisoned(M, N, dtype=FP32, device="cuda") for _ in range(2))
-    check(a, b, precision, out=out)
-    assert torch.equal(out, gemm(a, b, out=again, precision=precision))
-
-
-@pytest.mark.gpu
-@BOTH
-def test_every_configuration_of_this_gpu(precision):
-    major, minor = torch.cuda.get_device_capability()
-    a, b = numbers(640, 512, device="cuda"), numbers(768, 512, device="cuda").t()
-    with cute_kernels.path(ARCHS[f"sm_{major}{minor}"].path):
-        for M, N in itertools.product((64, 128, 640), (32, 256, 768)):
-            check(a[:M], b[:, :N], precision, out=poisoned(M, N, dtype=FP32, device="cuda"))
 
 
 @pytest.mark.gpu
