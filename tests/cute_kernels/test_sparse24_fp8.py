@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with a 2:4 sparse A: the format, the op, refusals, kernels, emulator and GPU."""
+"""gemm with an FP8 Sparse24, beyond the conformance cases: the format, plans, errors, machine code, planted faults."""
 
 import re
 
@@ -8,28 +8,19 @@ from torch.sparse import _semi_structured_conversions as conversions
 
 import cute_kernels
 from cute_kernels import Sparse24, explain, gemm, prune_2_4, quantize
-from cute_kernels.dtypes import TORCH
 from cute_kernels.runtime.inspect import disassemble
 from cute_kernels.sparse24 import SPARSE24
 from cute_kernels.sparse24.format import metadata_shape
-from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
+from cute_kernels.testing.reference import poisoned
 
 from ..compiled import cubin
 from ..emulator import emulate
 from ..emulator.ops import needs_compiler, on_emulator
-from ..fp8_parts import assert_as_tensor_cores
+from ..gemm_errors import numbers, same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-SUMS = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
-SHAPES = [(64, 64), (1, 4), (130, 68), (300, 136), (256, 128), (0, 8), (5, 0)]
-
-
-def numbers(*shape: int, dtype=E4M3, device="cpu") -> torch.Tensor:
-    """Normal, with some that are large or subnormal in an 8-bit float."""
-    x = torch.randn(*shape, device=device)
-    return (x * 2.0 ** torch.randint(-6, 3, shape, device=device)).to(dtype)
 
 
 def pruned(M: int, K: int, dtype=E4M3, device="cpu") -> torch.Tensor:
@@ -43,22 +34,7 @@ def columns_major(b: torch.Tensor) -> torch.Tensor:
     return b.t().contiguous().t()
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
 # -- the format -------------------------------------------------------------------------------------------------------
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_there_and_back(shape, dtype):
-    w = pruned(*shape, dtype=dtype)
-    for given in (w, w.t().contiguous().t()):
-        W = Sparse24.from_dense(given)
-        assert torch.equal(W.to_dense().float(), w.float()) and W.shape == w.shape and W.dtype == dtype
-        assert W.values.shape == (shape[0], shape[1] // 2) and W.metadata.shape == metadata_shape(*shape)
-        assert shape[0] < 2 or shape[1] == 0 or W.values.stride(0) % 16 == 0
 
 
 @DTYPES
@@ -68,7 +44,7 @@ def test_another_dtype_has_metadata_in_its_own_order(dtype):
     for to in (BF16, FP32):
         assert torch.equal(W.to(to).metadata, wide.metadata) and torch.equal(W.to(to).to_dense(), w.to(to))
     back = wide.to(dtype)
-    assert torch.equal(back.metadata, W.metadata) and torch.equal(bits(back.to_dense()), bits(W.to_dense()))
+    assert torch.equal(back.metadata, W.metadata) and same_bits(back.to_dense(), W.to_dense())
     assert W.to(dtype) is W and not torch.equal(W.metadata, wide.metadata)
 
 
@@ -124,91 +100,6 @@ def test_words_are_those_of_torch_s_conversion():
 
 
 # -- the op -----------------------------------------------------------------------------------------------------------
-
-
-def check(
-    w, b, *, fast=False, out=None, bias=None, activation=None, residual=None, scale_a=None, scale_b=None, **terms
-):
-    """gemm of the compressed w against fp64: as torch errs in fp32, but for what tensor cores of a GPU round."""
-    given = {"bias": bias, "activation": activation, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
-    ours = gemm(Sparse24.from_dense(w), b, out=out, use_fast_accum=fast, **given, **terms)
-    alpha, beta = terms.get("alpha", 1.0), terms.get("beta", 1.0)
-
-    def scaled(dtype):
-        x = w.to(dtype) if scale_a is None else w.to(dtype) * scale_a.reshape(-1, 1).to(dtype)
-        return x, b.to(dtype) if scale_b is None else b.to(dtype) * scale_b.reshape(1, -1).to(dtype)
-
-    def result(dtype):
-        x, y = scaled(dtype)
-        x = alpha * (x @ y)
-        x = x if bias is None else x + bias.to(dtype)
-        return ACTIVATIONS[activation](x if residual is None else x + beta * residual.to(dtype))
-
-    exact = result(FP64)
-    if w.device.type == "cpu":
-        assert_as_good_as_torch(ours, exact, result(FP32).to(ours.dtype), k=w.shape[1])
-    else:
-        alone = bias is None and activation is None and residual is None
-        assert_as_tensor_cores(ours, exact, *scaled(FP64), fast=fast, alpha=alpha, alone=alone)
-    return ours
-
-
-def calls(device: str, dtype, fast: bool) -> None:
-    """Tails, layouts of b and of the result, every kind of scales, every dtype of the result, terms of an epilogue."""
-    M, N, K = 200, 136, 400
-    w, b = pruned(M, K, dtype, device), numbers(K, N, dtype=dtype, device=device)
-    rows, columns = torch.rand(M, 1, device=device) + 0.25, torch.rand(N, device=device) + 0.25
-    one = torch.tensor([0.5], device=device)
-    out = poisoned(M, N, dtype=BF16, device=device)
-    assert check(w, columns_major(b), out=out, fast=fast) is out
-    check(w, b, fast=fast, scale_a=rows, scale_b=columns, out_dtype=FP32)  # b is copied
-    turned = poisoned(N, M, dtype=FP16, device=device).t()
-    check(w, b, fast=fast, scale_a=one, scale_b=columns, out=turned, bias=torch.randn(M, 1, device=device))
-    residual = torch.randn(M, N, device=device).to(BF16)
-    terms = {"residual": residual, "beta": -1.5, "activation": "silu", "bias": torch.randn(N, 2, device=device)[:, 1]}
-    check(w, b, fast=fast, scale_a=rows[:, 0], scale_b=one, alpha=0.5, **terms)
-    check(w[:, :104], b[:104, :133], fast=fast, out=poisoned(M, 133, dtype=BF16, device=device))  # no multiples of 16
-    check(pruned(1, 8, dtype, device), numbers(8, 8, dtype=dtype, device=device), fast=fast, scale_a=one)
-    W = Sparse24.from_dense(w)
-    double = gemm(W, b, scale_a=rows, epilogue=lambda t: t * 2.0, out_dtype=FP32, use_fast_accum=fast)
-    exact, magnitudes = 2.0 * rows * (w.float() @ b.float()), 2.0 * rows * (w.float().abs() @ b.float().abs())
-    assert ((double - exact).abs() <= 1e-2 * magnitudes + 1e-6).all()
-
-
-@DTYPES
-@SUMS
-def test_on_the_cpu(dtype, fast):
-    calls("cpu", dtype, fast)
-    for M, N, K in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
-        w, b, one = pruned(M, K, dtype), numbers(K, N, dtype=dtype), torch.ones(1)
-        ours = gemm(Sparse24.from_dense(w), b, bias=torch.ones(N), scale_a=one, use_fast_accum=fast)
-        assert torch.equal(ours, gemm(w, b, bias=torch.ones(N), scale_a=one))
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("arch", "dtype", "fast"),
-    [("sm_90", E4M3, False), ("sm_90", E5M2, True), ("sm_89", E4M3, False)],
-    ids=["e4m3 promoted", "e5m2 fast", "sm_89 e4m3 promoted"],
-)
-def test_calls_on_the_emulator(arch, dtype, fast):
-    with on_emulator(arch, sms=3, seed=11):
-        calls("cpu", dtype, fast)
-
-
-@pytest.mark.gpu
-@DTYPES
-@SUMS
-def test_calls_on_a_gpu(dtype, fast):
-    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
-        pytest.skip("sm_89 and sm_90 alone")
-    calls("cuda", dtype, fast)
-    for M, N, K in ((4096, 1024, 4096), (512, 512, 16384), (100, 72, 4096), (256, 256, 128)):
-        w, b = pruned(M, K, dtype, "cuda"), columns_major(numbers(K, N, dtype=dtype, device="cuda"))
-        ours = gemm(Sparse24.from_dense(w), b, use_fast_accum=fast, out_dtype=FP32)
-        dense = w.float().double() @ b.float().double()
-        off = (ours.double() - dense).norm() / dense.norm()
-        assert off < (2e-2 if fast else 2e-3), (M, N, K, off)
 
 
 def test_plans():
@@ -270,11 +161,6 @@ ADA = [facts for facts in SPARSE24.catalogue("sm_89") if facts.element.width == 
 PLAIN = [f for f in KERNELS if f.epilogue.is_light and not f.epilogue.scales_operands and f.dtype == "float8_e4m3fn"]
 
 
-def titled(kernels) -> list:
-    marks = [getattr(pytest.mark, facts.spec.name) for facts in kernels]
-    return [pytest.param(facts, id=SPARSE24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
-
-
 def test_the_architectures_that_have_kernels():
     assert len(KERNELS) == len({SPARSE24.title(facts) for facts in KERNELS}) > 50
     configs = set(SPARSE24.candidates("sm_90", None, KERNELS[0].spec, KERNELS[0].element))
@@ -295,31 +181,6 @@ def test_products_are_sparse_ones(fast):
 def test_products_of_ada_are_sparse_ones():
     sass = disassemble(cubin(ADA[0]))
     assert set(re.findall(r"[HQ]MMA\.\S+", sass)) == {"QMMA.SP.16864.F32.E4M3.E4M3"}
-
-
-def on_the_emulator(facts, seed: int, K: int) -> None:
-    """More tiles than one, with tails."""
-    cfg, dtype, out_dtype = facts.config, TORCH[facts.dtype], TORCH[facts.out_dtype]
-    M, N = cfg.tile_m * cfg.cluster_m + 72, cfg.tile_n * cfg.cluster_n + 40
-    w, b = pruned(M, K, dtype), columns_major(numbers(K, N, dtype=dtype))
-    W, d = Sparse24.from_dense(w), poisoned(M, N, dtype=out_dtype)
-    with emulate.emulator(sms=4, seed=seed):
-        emulate.emulated(facts)(W.values, W.metadata, b, d, None, None, 1.0, 1.0, *facts.counts(1, 4))
-    assert_as_good_as_torch(d, w.double() @ b.double(), (w.float() @ b.float()).to(out_dtype), k=K)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(PLAIN))
-def test_kernels_on_the_emulator(facts):
-    on_the_emulator(facts, 1, 400)  # past K rounded up to 128, where K-tiles are of 256
-    on_the_emulator(facts, 2, 16)
-
-
-@needs_compiler
-def test_several_seeds_on_the_emulator():
-    for seed in range(3):
-        on_the_emulator(PLAIN[0], seed, 400)
 
 
 @needs_compiler

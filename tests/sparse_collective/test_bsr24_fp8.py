@@ -1,4 +1,4 @@
-"""Block-sparse matrices of 8-bit floats whose blocks are 2:4 sparse: scales, products, refusals, kernels."""
+"""FP8 Bsr24 beyond the conformance cases: scales, conversions, plans, errors, machine code."""
 
 import copy
 import io
@@ -8,22 +8,17 @@ import pytest
 import torch
 
 from cute_kernels import Sparse24, explain, prune_2_4
-from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.config import BlockFacts
 from cute_kernels.runtime.inspect import disassemble
-from cute_kernels.testing.reference import assert_as_good_as_torch, poisoned
-from sparse_collective import Bsr24, BsrMatrix, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
+from sparse_collective import Bsr24, BsrMatrix, bsr_linear, random_bsr
 from sparse_collective.bsr24.family import BSR24
 
 from ..compiled import cubin
-from ..emulator import emulate
-from ..emulator.ops import needs_compiler, on_emulator
-from ..fp8_parts import assert_as_tensor_cores
-from .bsr_parts import FORMS, batch
-from .test_fp8_bsr import exact_of, numbers, operand, run, scales_of, wide
+from ..gemm_errors import numbers
+from .test_fp8_bsr import scales_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 PER = pytest.mark.parametrize("per", [None, "tensor", "block"])
 MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)
@@ -36,21 +31,6 @@ def sparse(mask=MASK, block=(128, 128), *, per="block", dtype=E4M3, device="cpu"
     values = numbers(*W.values.shape, dtype=dtype, device=device).float()
     values = (values * (torch.rand(values.shape, device=device) > 0.2)).to(dtype)
     return W.with_values(values, scales_of(per, W)).prune_2_4()
-
-
-def check(op, V: Bsr24, n: int, kind: str, *, fast=False, out_dtype=BF16, batch=(), **terms) -> None:
-    """A product with n columns against fp64: as torch errs in fp32, but for what tensor cores of a GPU round."""
-    b, scale = operand(op, V, n, kind, batch=batch)
-    M = V.shape[-2]
-    out = poisoned(*batch, *((n, M) if op is bsr_linear else (M, n)), dtype=out_dtype, device=V.device)
-    assert run(op, V, b, scale, out=out, use_fast_accum=fast, **terms) is out
-    W = V.to_bsr()
-    exact = exact_of(op, W, b, scale, **terms)
-    if V.device.type == "cpu":
-        assert_as_good_as_torch(out, exact, exact_of(op, W, b, scale, dtype=FP32, **terms).to(out_dtype), k=b.numel())
-    else:
-        dense, b = wide(W), b.double() if scale is None else b.double() * scale.double()
-        assert_as_tensor_cores(out, exact, *((b, dense.mT) if op is bsr_linear else (dense, b)), fast=fast)
 
 
 # -- the matrix -------------------------------------------------------------------------------------------------------
@@ -103,79 +83,6 @@ def test_it_is_copied_and_saved():
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def calls(device: str, dtype) -> None:
-    """Both ops, kinds of scales of W and of b, sums, tails, terms of an epilogue, batches."""
-    of = {"dtype": dtype, "device": device}
-    check(bsr_linear, sparse(per="block", **of), 200, "each", bias=torch.randn(512, device=device), activation="gelu")
-    check(bsr_matmul, sparse(per="block", **of), 72, "each", out_dtype=FP32)
-    check(bsr_linear, sparse(per="tensor", **of), 40, "each", fast=True, out_dtype=FP16)
-    check(bsr_matmul, sparse(per=None, **of), 136, "tensor", fast=True)
-    V = sparse(block=(64, 128), per="block", **of)
-    check(bsr_linear, V, 264, "none")
-    check(bsr_linear, V, 1, "each")
-    wide_blocks = sparse(block=(256, 256), mask=MASK[:2, 1:], per="tensor", **of)
-    check(bsr_linear, wide_blocks, 72, "tensor")
-    check(bsr_matmul, wide_blocks, 40, "each", residual=torch.randn(512, 40, device=device).to(BF16))
-    for form in FORMS:
-        W = batch(form, (64, 128), device, grid=(2, 3), names=("power_law", "no_blocks"))[0]
-        W = W.with_values(numbers(*W.values.shape, **of), scales_of("block", W))
-        V = W.prune_2_4()
-        check(bsr_matmul, V, 72, "each", batch=(2,))
-        grouped(V)
-
-
-def grouped(V: Bsr24) -> None:
-    """Runs of 64 tokens, one of them of nobody."""
-    groups = torch.tensor([0, 1, 2, 0], dtype=torch.int32, device=V.device)
-    x, scale = operand(bsr_linear, V, 256, "each")
-    ours, dense = bsr_grouped_linear(x, V, expert_ids=groups, scale_x=scale), wide(V.to_bsr())
-    runs = zip((x.double() * scale).unflatten(0, (-1, 64)), groups.tolist(), strict=True)
-    exact = torch.cat([run @ (dense[min(g, 1)] * (g < 2)).mT for run, g in runs])
-    magnitudes = torch.cat([x.double().abs() * scale]) @ dense.abs().amax(0).mT
-    assert ((ours.double() - exact).abs() <= 5e-3 * magnitudes + 1e-2 * exact.abs() + 1e-6).all()
-
-
-@DTYPES
-def test_calls_on_the_cpu(dtype):
-    calls("cpu", dtype)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_calls_on_the_emulator():
-    with on_emulator("sm_90", sms=4, seed=5):
-        calls("cpu", E4M3)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(("per", "fast"), [("block", False), ("tensor", True)])
-def test_calls_of_ada_on_the_emulator(per, fast):
-    with on_emulator("sm_89", sms=4, seed=5):
-        check(bsr_linear, sparse(per=per), 72, "each", fast=fast)
-
-
-@pytest.mark.gpu
-@DTYPES
-def test_calls_on_a_gpu(dtype):
-    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
-        pytest.skip("sm_89 and sm_90 alone")
-    calls("cuda", dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", [bsr_matmul, bsr_linear])
-@pytest.mark.parametrize("block", [(128, 128), (64, 128), (256, 256), (512, 128)], ids=str)
-def test_large_products(op, block):
-    """Of few and many columns, with sums of either kind."""
-    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
-        pytest.skip("sm_89 and sm_90 alone")
-    for per, fast in (("block", False), ("tensor", True)):
-        V = sparse(torch.rand(12, 24) < 0.3, block, per=per, device="cuda")
-        for n in (1, 16, 64, 200, 1536):
-            check(op, V, n, "each", fast=fast)
-
-
 @pytest.mark.parametrize(("shape", "n"), [((0, 128), 8), ((128, 0), 8), ((128, 128), 0), ((128, 128), 8)], ids=str)
 def test_empty_products(shape, n):
     V = random_bsr(shape, (64, 128), density=0.0).quantize().prune_2_4() if 0 not in shape else None
@@ -222,12 +129,6 @@ def test_refusals(number):
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 KERNELS = [facts for facts in BSR24.catalogue("sm_90") if facts.element.width == 1]
-ADA = [facts for facts in BSR24.catalogue("sm_89") if facts.element.width == 1]
-
-
-def titled(kernels) -> list:
-    marks = [getattr(pytest.mark, facts.spec.name) for facts in kernels]
-    return [pytest.param(facts, id=BSR24.title(facts), marks=m) for facts, m in zip(kernels, marks, strict=True)]
 
 
 def test_each_configuration_is_in_the_catalogue():
@@ -242,31 +143,3 @@ def test_products_are_sparse_ones():
     facts = next(facts for facts in KERNELS if facts.promotes)
     sass = disassemble(cubin(facts))
     assert set(re.findall(r"[HQ]GMMA\.\S+", sass)) == {"QGMMA.SP.64x128x64.F32.E4M3.E4M3"}
-
-
-def configurations() -> list:
-    """Facts of each configuration with a scale for each block, and with fast sums, of the first block that has it."""
-    found = {}
-    for facts in KERNELS:
-        plain = facts.epilogue.is_light and not facts.block.batch and facts.transposed and not facts.ordered
-        if plain and facts.dtype == "float8_e4m3fn" and (facts.block.scaled or facts.epilogue.scale_m):
-            found.setdefault((facts.config, facts.use_fast_accum), facts)
-    return list(found.values())
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", titled(configurations()))
-def test_configurations_on_the_emulator(facts):
-    """An empty row and a full one, columns beyond the last tile; a scale for each block, or one."""
-    cfg, block = facts.config, (facts.block.bm, facts.block.bk)
-    V, n = sparse(MASK[:3], block, per="block" if facts.block.scaled else "tensor"), cfg.tile_n * cfg.cluster_n + 40
-    x, scale = operand(bsr_linear, V, n, "each")
-    d = poisoned(n, V.shape[0], dtype=TORCH[facts.out_dtype])
-    with emulate.emulator(sms=4, seed=3):
-        pattern = V.crow_indices, V.col_indices, None, None, V.metadata
-        scales = V.scales, scale.view(1, -1)
-        emulate.emulated(facts)(*pattern, V.values, x, d, *scales, None, None, None, 1.0, 1.0, *facts.counts(1, 4))
-    W = V.to_bsr()
-    expected = exact_of(bsr_linear, W, x, scale, dtype=FP32).to(d.dtype)
-    assert_as_good_as_torch(d, exact_of(bsr_linear, W, x, scale), expected, k=V.shape[1])
