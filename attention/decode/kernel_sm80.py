@@ -1,4 +1,4 @@
-"""The sm_80 decode kernel: packed rows, sequence lengths, pages and splits (packing.py) on mainloop_sm80.
+"""The sm_80 decode kernel: packed rows, sequence lengths, pages and splits (problem.py) on mainloop_sm80.
 
     four warps     of 16 packed rows each; they load, multiply, and do the softmax of their own rows, or split the
                    head dimension of the same rows (mainloop_sm80)
@@ -19,16 +19,16 @@ from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, v
 from ..forward.mask_and_softmax import QueryWork
 from ..forward.softmax import rows_and_columns
 from .combine import Combine
-from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import place_of_row
-from .store import packed, read_sinks, store_tile
+from .problem import DecodeScheduler, SplitSource, problem_of
+from .store import store_of_split
 
 
 class DecodeSm80:
     """Compiles to one kernel per `DecodeFacts`, plus the combine kernel with split-KV."""
 
     def __init__(self, facts: DecodeFacts):
-        self.facts, self.cfg = facts, facts.config
+        self.facts, self.cfg, self.store = facts, facts.config, store_of_split(facts)
         self.mainloop = MainloopSm80(facts, self.copy_tile, adds_row_sums=True)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
@@ -56,13 +56,9 @@ class DecodeSm80:
         splits: Int32,
         stream: cuda.CUstream,
     ):
-        cfg, facts = self.cfg, self.facts
+        facts = self.facts
         batch, heads, rows, _ = mQ.shape
-        kv_heads = mK.shape[1]
-        qhead_per_kvhead = heads // kv_heads
-        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
-        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, cfg.tile_m), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, cfg.tile_m, cfg.tile_n, left, right, qhead_per_kvhead, splits)
+        source, scheduler, seqlens = problem_of(facts, self.cfg.tile_m, mQ, mK, mSeqlens, mTable, (left, right), splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
             None if const_expr(facts.split) else mSinks, score_tensors,
@@ -88,7 +84,7 @@ class DecodeSm80:
         mTable: cute.Tensor | None,  # (B, pages per sequence)
         mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
-        source: PackedWindowSource,
+        source: SplitSource,
         scheduler: DecodeScheduler,
         seqlens,
         scale_log2: Float32,
@@ -108,11 +104,11 @@ class DecodeSm80:
         tiles = source.for_tile(tile, seqlen)
         row0 = self.mainloop.row_group(warp) * self.mainloop.q.span + lane // 4  # of this thread, in the tile
         row = tile.m * cfg.tile_m + row0  # packed
-        rows = seqlen.rows * source.qhead_per_kvhead
+        rows = source.heads.of_tile(tile, seqlen)
         from_k, from_v = ((mX, mTable, mK.shape[0], tile) for mX in (mK, mV))
         if tiles.count > 0:
             # Only the first tile visited can extend past the end of K and V; the rows after it become zeros.
-            self.copy_q(packed(mQ, tile, source.qhead_per_kvhead), tile.m * cfg.tile_m, c.sQ, rows)
+            self.copy_q(rows.view(mQ), tile.m * cfg.tile_m, c.sQ, rows.end)
             self.mainloop.fill(c, tiles, from_k, from_v, seqlen.cols, None)
         self.mainloop.wait(2 * cfg.stages - 1)
         softmax.clear()
@@ -120,13 +116,11 @@ class DecodeSm80:
         work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
         # Q's fragments are read again for each tile, since registers are few with pages.
         self.mainloop.steps(c, work, [], from_k, from_v, None)
-        softmax.finish(out, lse, read_sinks(mSinks, tile, source.qhead_per_kvhead, row))
-        if const_expr(self.mainloop.sharers > 1):
-            columns = self.mainloop.first_column(c)
-            mO = cute.domain_offset((0, 0, 0, columns), mO)
-            if const_expr(facts.split):
-                mPartO = cute.domain_offset((0, 0, 0, 0, columns), mPartO)
-        store_tile(facts.split, c.acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows)
+        sinks = source.heads.sink_registers(mSinks, 2)
+        source.heads.read_sinks(mSinks, tile, row, sinks)
+        softmax.finish(out, lse, sinks)
+        outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)
+        self.store(c.acc_O, lse, *outputs, rows, row, self.mainloop.first_column(c), lane, True)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

@@ -1,6 +1,6 @@
 """The sm_90 decode kernel: short Q and long K and V, bound by the bytes of K and V, which are read once.
 
-    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which query heads are packed (packing.py)
+    warps 0 to 3   consumers, one warpgroup: all 64 rows of the tile, into which query heads are packed (forward/heads)
     warp 4         producer, issues all TMA loads of K and V
 
     named barrier 1   the consumers, around loads of Q and zeroing of V
@@ -38,9 +38,9 @@ from ..forward.softmax import rows_and_columns
 from ..forward.softmax_policy import ExactMax
 from ..forward.store_o import VECTOR
 from .combine import Combine
-from .packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from .pages import box_of_tile, pages_of_tile
-from .store import packed, read_sinks, store_tile
+from .problem import DecodeScheduler, SplitSource, problem_of
+from .store import store_of_split
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy for data read once, as createpolicy encodes it
 LOADS = 4  # vectors of Q that a thread has in flight
@@ -50,7 +50,7 @@ class DecodeSm90:
     """Compiles to one kernel per `DecodeFacts`, plus the combine kernel with split-KV."""
 
     def __init__(self, facts: DecodeFacts):
-        self.facts, self.cfg = facts, facts.config
+        self.facts, self.cfg, self.store = facts, facts.config, store_of_split(facts)
         self.mainloop = MainloopSm90(facts, ExactMax(facts))
         self.dtype = self.mainloop.dtype
         self.threads = WARPGROUP + 32
@@ -85,9 +85,6 @@ class DecodeSm90:
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
         batch, heads, rows, _ = mQ.shape
-        kv_heads = mK.shape[1]
-        qhead_per_kvhead = heads // kv_heads
-        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
         tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         _, sK, sV = loop.layouts()
@@ -95,8 +92,7 @@ class DecodeSm90:
         self.smem_bytes = self.storage.size_in_bytes()
         tma_k, tK = make_load(tK, self.boxed(sK, (self.box, facts.head_dim)), (self.box, facts.head_dim))
         tma_v, tV = make_load(tV, self.boxed(sV, (facts.head_dim_v, self.box)), (facts.head_dim_v, self.box))
-        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
+        source, scheduler, seqlens = problem_of(facts, ROWS, mQ, mK, mSeqlens, mTable, (left, right), splits)
         qk, pv = loop.make_mmas()
         self.kernel(
             tma_k, tK, tma_v, tV, mQ, mO, mLSE, mTable, mPartO, mPartLSE, qk, pv, source, scheduler, seqlens,
@@ -137,7 +133,7 @@ class DecodeSm90:
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        source: PackedWindowSource,
+        source: SplitSource,
         scheduler: DecodeScheduler,
         seqlens,
         scale_log2: Float32,
@@ -194,10 +190,11 @@ class DecodeSm90:
                 seqlen = seqlens.of(tile.b)
                 tiles = source.for_tile(tile, seqlen)
                 row = tile.m * ROWS + tidx // 32 * 16 + tidx % 32 // 4  # packed, like all rows here
-                rows = seqlen.rows * source.qhead_per_kvhead
-                sinks = read_sinks(mSinks, tile, source.qhead_per_kvhead, row)  # loaded long before they are used
+                rows = source.heads.of_tile(tile, seqlen)
+                sinks = source.heads.sink_registers(mSinks, 2)
+                source.heads.read_sinks(mSinks, tile, row, sinks)  # loaded long before they are used
                 if tiles.count > 0:
-                    self.load_q(packed(mQ, tile, source.qhead_per_kvhead), sQ, tile.m * ROWS, rows, tidx)
+                    self.load_q(rows.view(mQ), sQ, tile.m * ROWS, rows.end, tidx)
                 softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
@@ -213,9 +210,8 @@ class DecodeSm90:
                     self.mainloop.last_step(c, at_v)
                     at_v = self.mainloop.finish(c, at_v)
                 softmax.finish(out, lse, sinks)
-                store_tile(
-                    facts.split, acc_O, lse, mO, mLSE, mPartO, mPartLSE, tile, source.qhead_per_kvhead, row, rows
-                )
+                outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)
+                self.store(acc_O, lse, *outputs, rows, row, 0, cute.arch.lane_idx(), True)
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, sQ: cute.Tensor, first: Int32, rows: Int32, tidx: Int32):

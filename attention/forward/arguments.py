@@ -22,7 +22,7 @@ def tensor_args(facts: FlashFacts) -> tuple:
         size = facts.head_dim_v * facts.config.tile_n
         values = transposed_values(facts.dtype, size) if facts.fast else heads(facts.head_dim_v, facts.loaded_v)
         tensors = *tensors[:2], values
-    tensors += (heads(facts.head_dim_v, getattr(facts, "out_dtype", facts.dtype)),)
+    tensors += (heads(facts.head_dim_v, facts.stored_dtype),)
     return *tensors, fake_tensor("float32", rank - 1, rank - 2, 1) if facts.lse else None
 
 

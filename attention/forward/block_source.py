@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .heads import GqaPacking, OneHead
 from .kv_tiles import EITHER, FULL, PARTIAL
 from .scheduler import QueryScheduler, QueryTile
 
@@ -51,6 +52,7 @@ class BlockSource:
     mask_tensors: tuple  # inputs of the element mask
     tiles_q: cutlass.Constexpr[int]  # query tiles per block
     steps: cutlass.Constexpr[int]  # KV tiles per block
+    heads: OneHead | GqaPacking = OneHead()
 
     def for_tile(self, tile, seqlen) -> BlockTiles:
         """KV tiles of a query tile (scheduler.QueryTile) of a sequence with these lengths (seqlen.SeqlenInfo)."""
@@ -65,10 +67,6 @@ class BlockSource:
             self.width,
             self.steps,
         )
-
-    def place(self, tile, row) -> tuple:
-        """(query head, query index) of a row of a query tile."""
-        return tile.h, row
 
 
 @dataclass(frozen=True)

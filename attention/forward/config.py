@@ -80,6 +80,7 @@ class FlashFacts:
     score: ScoreMod | None = None  # score_mod; excludes a softcap
     sinks: str | None = None  # dtype of the sinks, one logit per head that joins a row's sum; None without sinks
     offsets: bool = False  # True if q_offset and k_offset are arguments; else the last row is at the last column
+    out_dtype: str | None = None  # dtype of O, that of Q or "float32"; None for that of Q
 
     def key(self) -> str:
         """A string that is the same in every process."""
@@ -93,6 +94,11 @@ class FlashFacts:
     def element(self) -> Element:
         """Element type of Q and K, and of V and O unless these have their own."""
         return element_of(self.dtype)
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of O in global memory."""
+        return self.out_dtype or self.dtype
 
     @property
     def values_dtype(self) -> str:

@@ -165,7 +165,7 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         "path": facts.path,
         "configuration": str(facts.config),
         "problem": problem,
-        "operands": short(facts.dtype) + (f" to {short(facts.out_dtype)}" if isinstance(facts, Float8Facts) else ""),
+        "operands": short(facts.dtype) + (f" to {short(facts.out_dtype)}" if facts.out_dtype else ""),
         "epilogue": " ".join(features),
     }
 

@@ -11,7 +11,7 @@ cores.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.tile.ampere import WARP, OperandTile
 from cute_kernels.tile.ptx import read_special_register
@@ -20,16 +20,15 @@ from .config import FlashFacts
 from .mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from .mask_and_softmax import QueryWork
 from .problem import problem_of
-from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
-from .store_o import store_rows
+from .store_o import store_policy
 
 
 class FlashForwardSm80:
     """Compiles to one kernel per `FlashFacts`."""
 
     def __init__(self, facts: FlashFacts):
-        self.facts, self.cfg = facts, facts.config
+        self.facts, self.cfg, self.store = facts, facts.config, store_policy(facts)
         self.mainloop = MainloopSm80(facts, self.copy, facts.adds_row_sums)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
@@ -113,21 +112,17 @@ class FlashForwardSm80:
             q_fragments = [self.mainloop.fragment_q(c, k, []) for k in range(in_registers)]
             work = QueryWork(source, tiles, tile, seqlen, row, softcap, score_tensors)
             self.mainloop.steps(c, work, q_fragments, from_k, from_v, end)
-        sinks = row_sinks(mSinks, 2 * self.mainloop.tiles_m)
-        read_sink(mSinks, tile.h, sinks)
+        sinks = source.heads.sink_registers(mSinks, 2 * self.mainloop.tiles_m)
+        source.heads.read_sinks(mSinks, tile, row, sinks)
         softmax.finish(out, lse, sinks)
         if const_expr(facts.packed and facts.score is not None):
             # Decoded again instead of kept in registers: the score_mod leaves few.
             tile = scheduler.decode(read_special_register("ctaid.x"))
             seqlen = seqlens.of(tile.b)
             row = tile.m * cfg.tile_m + row0
-        gO = cute.domain_offset((seqlen.q0, self.mainloop.first_column(c)), mO[seqlen.b, tile.h, None, None])
-        store_rows(c.acc_O, gO, row, seqlen.rows, self.mainloop.tiles_m)
-        if const_expr(mLSE is not None):
-            if lane % 4 == 0 and self.mainloop.writes_lse(c):
-                for r in range_constexpr(2 * self.mainloop.tiles_m):
-                    if row + 8 * r < seqlen.rows:
-                        mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
+        rows, column = source.heads.of_tile(tile, seqlen), self.mainloop.first_column(c)
+        owner = self.mainloop.writes_lse(c)
+        self.store(c.acc_O, lse, mO, mLSE, rows, row, column, lane, owner, self.mainloop.tiles_m)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

@@ -25,7 +25,7 @@ O needs no shared memory, so the next query tile's Q is loaded as soon as the la
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.tile.barriers import FORWARD_OOB, Arrivals
@@ -36,10 +36,9 @@ from .mainloop_sm90 import WARPGROUP, MainloopSm90
 from .mask_and_softmax import QueryWork
 from .operand_sm90 import load_tile, permuted
 from .problem import problem_of
-from .sinks import read_sink, row_sinks
 from .softmax import rows_and_columns
 from .softmax_policy import policy_of
-from .store_o import store_partial, store_rows
+from .store_o import store_policy
 from .tile_queue import FIELDS, SLOTS, TileQueue
 from .zero_oob_rows import zero_oob_rows
 
@@ -58,7 +57,7 @@ class FlashForwardSm90:
     is_secondary = False  # True for a secondary kernel of programmatic dependent launch: the primary writes V
 
     def __init__(self, facts: FlashFacts):
-        self.facts, self.cfg = facts, facts.config
+        self.facts, self.cfg, self.store = facts, facts.config, store_policy(facts)
         self.mainloop = loop = self.make_mainloop(facts)
         self.threads = WARPGROUP * (1 + facts.config.groups)
         self.registers = REGISTERS[facts.config.groups] if facts.sharers == 1 else REGISTERS_SHARING
@@ -189,7 +188,7 @@ class FlashForwardSm90:
                 c = self.mainloop.split(c, group, storage.scores)
                 column = group * self.mainloop.columns
             acc_O, out = c.acc_O, rows_and_columns(c.acc_O)
-            lse, sinks = cute.make_rmem_tensor(2, Float32), row_sinks(mSinks, 2)
+            lse, sinks = cute.make_rmem_tensor(2, Float32), source.heads.sink_registers(mSinks, 2)
             v_scale = None
             if const_expr(self.mainloop.scales is not None):
                 v_scale = self.mainloop.scales.value_register()
@@ -228,41 +227,29 @@ class FlashForwardSm90:
                     pipe_q.consumer_release(state_q)
                     state_q.advance()
                     self.mainloop.last_step(mine, at_v)
-                    self.read_last(mSinks, sinks, scales, v_scale, tile)
+                    self.read_last(source, mSinks, sinks, scales, v_scale, tile, row)
                     # The last WGMMA is in flight. Its wait must be in this branch, or ptxas inserts many waits: so both
                     # branches consume.
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                     at_v = self.mainloop.finish(mine, at_v)
                 else:
-                    self.read_last(mSinks, sinks, scales, v_scale, tile)
+                    self.read_last(source, mSinks, sinks, scales, v_scale, tile, row)
                     if const_expr(cfg.dynamic):
                         index, fields = queue.consume(len(fields), state_queue)
                 mine.softmax.finish(out, lse, sinks, v_scale)
-                gO = cute.domain_offset((seqlen.q0, column), mO[None, None, tile.h, seqlen.b])
-                (store_partial if mO.element_type is Float32 else store_rows)(acc_O, gO, row, seqlen.rows)
-                self.store_lse(mLSE, lse, tile, seqlen, row, tidx, group)
+                rows, owner = source.heads.of_tile(tile, seqlen), facts.sharers == 1 or group == 0
+                self.store(acc_O, lse, permuted(mO, (3, 2, 0, 1)), mLSE, rows, row, column, tidx, owner)
                 if const_expr(cfg.dynamic):
                     state_queue.advance()
                 else:
                     index += step
 
-    def read_last(self, mSinks: cute.Tensor | None, sinks, scales: tuple | None, v_scale, tile):
-        """Read a query tile's sink and V's dequantization scale at its end, so that no register holds them before."""
-        read_sink(mSinks, tile.h, sinks)
+    def read_last(self, source, mSinks: cute.Tensor | None, sinks, scales: tuple | None, v_scale, tile, row: Int32):
+        """Read a query tile's sinks and V's dequantization scale at its end, so that no register holds them before."""
+        source.heads.read_sinks(mSinks, tile, row, sinks)
         if v_scale is not None:
             self.mainloop.scales.read_value(scales, tile, v_scale)
-
-    @cute.jit
-    def store_lse(
-        self, mLSE: cute.Tensor | None, lse: cute.Tensor, tile, seqlen, row: Int32, tidx: Int32, group: Int32
-    ):
-        """Store the LSE of this thread's two rows if it is requested: one thread of each quad stores."""
-        if const_expr(mLSE is not None):
-            if tidx % 4 == 0 and (self.facts.sharers == 1 or group == 0):
-                for r in range_constexpr(2):
-                    if row + 8 * r < seqlen.rows:
-                        mLSE[seqlen.b, tile.h, seqlen.q0 + row + 8 * r] = lse[r]
 
     def first_row(self, tile) -> Int32:
         """Index of the first of this thread's two rows of the query tile."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32
 
+from .heads import GqaPacking, OneHead
+
 FULL, PARTIAL, EITHER = 0, 1, 2  # EITHER: known at run time, from the tile's segment
 
 
@@ -52,14 +54,11 @@ class WindowSource:
     tile_n: cutlass.Constexpr[int]
     left: Int32
     right: Int32
+    heads: OneHead | GqaPacking = OneHead()
 
     def for_tile(self, tile, seqlen) -> KvTiles:
         """KV tiles of a query tile (scheduler.QueryTile) of a sequence with these lengths (seqlen.SeqlenInfo)."""
-        first = tile.m * self.tile_m
-        return self.for_rows(first, cutlass.min(first + self.tile_m, seqlen.rows), seqlen)
-
-    def for_rows(self, first, after, seqlen) -> KvTiles:
-        """KV tiles of the rows from `first` to before `after`."""
+        first, after = self.heads.queries(tile.m, self.tile_m, seqlen.rows)
         offset, cols = seqlen.offset, seqlen.cols
         end, full_end = cols, cols
         if self.window.right:
@@ -78,13 +77,9 @@ class WindowSource:
             ends, kinds = (right, cutlass.min(body, count), count), (PARTIAL, FULL, PARTIAL)
         return KvTiles(count, n_end - 1, ends, kinds)
 
-    def place(self, tile, row) -> tuple:
-        """(query head, query index) of a row of a query tile."""
-        return tile.h, row
-
     def bounds(self, row, seqlen) -> tuple:
         """(begin, end) of the columns that a row attends to."""
-        begin, end = Int32(0), seqlen.cols
+        row, begin, end = self.heads.query(row), Int32(0), seqlen.cols
         if self.window.right:
             end = cutlass.min(end, row + seqlen.offset + self.right + 1)
         if self.window.left:

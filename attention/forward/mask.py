@@ -34,14 +34,14 @@ def change_scores(
     source,
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
-    tile,  # scheduler.QueryTile or packing.DecodeTile
+    tile,  # scheduler.QueryTile or problem.DecodeTile
     seqlen,  # seqlen.SeqlenInfo
     inside: cutlass.Constexpr[bool],  # True if the tile ends before the last column
 ):
     """scores = score_mod(scale * scores, b, h, q, kv)."""
     mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
-        h, q = source.place(tile, row + 8 * r)
+        h, q = source.heads.place(tile, row + 8 * r)
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
         q = seqlen.q_position(q)
@@ -81,7 +81,7 @@ def mask_window(
 def mask_elements(
     scores: cute.Tensor,  # (rows, columns) of this thread
     kind,  # config.BlockKind
-    tensors: tuple,  # inputs of the element mask: tensors, then numbers
+    source,  # block_source.BlockSource
     row: Int32,  # of the thread's first row
     col0: Int32,  # first column of the tile
     tile,  # scheduler.QueryTile
@@ -90,7 +90,7 @@ def mask_elements(
     """Set scores to -inf where the element mask is false, and past the last column."""
     mine = col0 + cute.arch.lane_idx() % 4 * 2
     for r in range_constexpr(cute.size(scores, mode=[0])):
-        q = row + 8 * r
+        h, q = source.heads.place(tile, row + 8 * r)
         if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
             q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
         q = seqlen.q_position(q)
@@ -100,5 +100,5 @@ def mask_elements(
             if const_expr(kind.mask is not None):
                 if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
                     column = cutlass.min(column, seqlen.cols - 1)
-                seen = seen & lower(kind.mask.program, [tile.b, tile.h, q, seqlen.k_position(column)], tensors)
+                seen = seen & lower(kind.mask.program, [tile.b, h, q, seqlen.k_position(column)], source.mask_tensors)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

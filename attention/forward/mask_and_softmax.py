@@ -18,7 +18,7 @@ class QueryWork:
 
     source: Any  # kv_tiles.WindowSource or block_source.BlockSource
     tiles: Any  # returned by source.for_tile
-    tile: Any  # scheduler.QueryTile or packing.DecodeTile
+    tile: Any  # scheduler.QueryTile or problem.DecodeTile
     seqlen: Any  # seqlen.SeqlenInfo
     row: Int32  # first row of this thread
     softcap: Float32  # with a score_mod, the scale of scores before it
@@ -62,4 +62,4 @@ def mask(facts: cutlass.Constexpr, scores: cute.Tensor, work: QueryWork, i):
     if const_expr(facts.blocks is None):
         mask_window(scores, work.source, work.row, col0, work.seqlen)
     else:
-        mask_elements(scores, facts.blocks, work.source.mask_tensors, work.row, col0, work.tile, work.seqlen)
+        mask_elements(scores, facts.blocks, work.source, work.row, col0, work.tile, work.seqlen)

@@ -1,7 +1,10 @@
-"""Store O from the accumulators of mma.sync or wgmma to global memory, without shared memory.
+"""Store policies: how O, and LSE if it is requested, get from registers to global memory, without shared memory.
 
-Each of the four threads of a quad holds two neighboring columns out of eight. The threads exchange them, so that each
-has all eight columns of every fourth group, sixteen bytes. A quad then stores 64 bytes of a row at once.
+    StoreRows      O in a 16-bit dtype
+    StorePartial   O in FP32, normalized, so that attention.merge combines it by LSE with that of other keys
+
+A policy stores one query tile; rows are those of forward/heads.py. Decode's StoreSplit (decode/store.py) stores a split
+of the keys.
 """
 
 import cutlass
@@ -12,7 +15,54 @@ from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.tile.element import BITS_16
 
+from .config import FlashFacts
+from .heads import TileRows
+
 VECTOR = BITS_16.vector  # elements that one thread stores at once: a 32-bit word is two neighboring elements
+FP32 = 4  # bytes
+
+
+class StoreRows:
+    """Store O in a 16-bit dtype."""
+
+    def of_tile(self, output: cute.Tensor, tile) -> cute.Tensor:
+        """O (B, H, Sq, Dv) or LSE (B, H, Sq) that a tile is stored to."""
+        return output
+
+    @cute.jit
+    def __call__(
+        self,
+        acc: cute.Tensor,  # ((2, 2), tiles_m, columns / 8)
+        lse: cute.Tensor,  # (2 tiles_m,)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        rows: TileRows,
+        row: Int32,  # this thread's rows are row, row + 8, row + 16, ..
+        column,  # first column of acc
+        lane,  # index of this thread in its warp or CTA
+        owner,  # True if this thread's warp stores the LSE
+        tiles_m: cutlass.Constexpr = 1,
+    ):
+        """Store this thread's rows of a query tile."""
+        gO = cute.domain_offset((0, column), rows.view(self.of_tile(mO, rows.tile)))
+        self.store_o(acc, gO, row, rows.end, tiles_m)
+        if const_expr(mLSE is not None):
+            rows.heads.store_lse(lse, self.of_tile(mLSE, rows.tile), rows, row, lane, owner)
+
+    def store_o(self, acc, gO, row, rows, tiles_m):
+        store_rows(acc, gO, row, rows, tiles_m)
+
+
+class StorePartial(StoreRows):
+    """Store O in FP32."""
+
+    def store_o(self, acc, gO, row, rows, tiles_m):
+        store_fp32(acc, gO, row, rows, tiles_m)
+
+
+def store_policy(facts: FlashFacts) -> StoreRows:
+    """The policy of a forward kernel."""
+    return StorePartial() if facts.stored_dtype == "float32" else StoreRows()
 
 
 @cute.jit
@@ -44,7 +94,9 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
     """Store an accumulator ((2, 2), tiles_m, Dv / 8) to mO (Sq, Dv), or ((g, Sq), Dv), whose columns are contiguous.
 
     Its rows are `row`, `row` + 8, `row` + 16 and so on, 2 tiles_m of them. Rows from `rows`, the extent of mO, on are
-    not stored.
+    not stored. Each of the four threads of a quad holds two neighboring columns out of eight. The threads exchange
+    them, so that each has all eight columns of every fourth group, sixteen bytes. A quad then stores 64 bytes of a row
+    at once.
     """
     lane = cute.arch.lane_idx()
     values = cute.make_rmem_tensor(cute.size(acc), mO.element_type)
@@ -52,7 +104,7 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
     values.store(flat.load().to(mO.element_type))
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, Dv / 8)
     for r in range_constexpr(2 * tiles_m):
-        if const_expr(isinstance(mO.stride[0], tuple)):  # packed rows
+        if const_expr(isinstance(mO.stride[0], tuple)):  # rows of several heads
             at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * VECTOR * BITS_16.width
         else:
             at = mO.iterator.toint() + (Int64(row + 8 * r) * mO.stride[0] + lane % 4 * VECTOR) * BITS_16.width
@@ -67,17 +119,15 @@ def store_rows(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles
 
 
 @cute.jit
-def store_partial(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32):
-    """Store an FP32 accumulator ((2, 2), 1, Dv / 8) to mO (Sq, Dv) or ((g, Sq), Dv): rows `row` and `row` + 8, if below
-    `rows`."""
-    lane = cute.arch.lane_idx()
-    values = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))  # (columns, rows, Dv / 8)
-    for r in range_constexpr(2):
+def store_fp32(acc: cute.Tensor, mO: cute.Tensor, row: Int32, rows: Int32, tiles_m: cutlass.Constexpr = 1):
+    """store_rows for FP32, two neighboring columns at a time."""
+    values = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    for r in range_constexpr(2 * tiles_m):
         if row + 8 * r < rows:
-            at = mO[row + 8 * r, None].iterator.toint() + lane % 4 * 8
-            for i in range_constexpr(cute.size(acc) // 4):
-                place = make_ptr(Float32, at + i * 32, AddressSpace.gmem, assumed_align=8)
-                pair = cute.make_rmem_tensor(2, Float32)
+            at = mO[row + 8 * r, None].iterator.toint() + cute.arch.lane_idx() % 4 * (2 * FP32)
+            for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
+                pair, first = cute.make_rmem_tensor(2, Float32), const_expr(2 * (r + 2 * tiles_m * i))
                 for j in range_constexpr(2):
-                    pair[j] = values[j, r, i]
+                    pair[j] = values[first + j]
+                place = make_ptr(Float32, at + i * (8 * FP32), AddressSpace.gmem, assumed_align=2 * FP32)
                 cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))

@@ -8,8 +8,9 @@ import torch
 
 from attention import attention
 from attention.decode import heuristics
-from attention.decode.packing import DecodeTile, PackedWindowSource
+from attention.decode.problem import DecodeTile, SplitSource
 from attention.forward.config import WindowKind
+from attention.forward.heads import GqaPacking
 from attention.seqlen import SeqlenInfo
 from cute_kernels import explain
 
@@ -114,7 +115,7 @@ def test_parts_make_the_whole(splits):
     """Parts with a softmax of their own, and weights from their LSEs; empty ones count for nothing."""
     lengths = [0, 1, 47, 200]
     call = cache(lengths, 256, rows=3, H=8)
-    source = PackedWindowSource(WindowKind(right=True), 64, 16, 0, 0, 4, splits)
+    source = SplitSource(WindowKind(right=True), 64, 16, 0, 0, GqaPacking(4), splits)
     expected = truth(**call, causal=True)
     for b, h in itertools.product(range(4), range(2)):
         span, heads = SeqlenInfo(b, 3, lengths[b]), slice(4 * h, 4 * h + 4)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from attention import seqlen as seqlen_module
-from attention.decode.packing import DecodeScheduler, DecodeTile, PackedWindowSource
+from attention.decode.problem import DecodeScheduler, DecodeTile, SplitSource
 from attention.forward import scheduler as compiled_module
 from attention.forward.config import FlashConfig, FlashFacts, WindowKind
+from attention.forward.heads import GqaPacking
 from attention.forward.heuristics import L2_BYTES
 from attention.forward.kv_tiles import FULL, WindowSource
 from attention.forward.scheduler import QueryScheduler, QueryTile
@@ -85,7 +86,7 @@ def test_tiles_against_a_mask(bounds, tile):
 def test_splits_of_packed_rows(shared, bounds):
     """Each item's tiles are visited once by its splits together, and hold all that its rows see, full ones no more."""
     for sq, sk, splits in itertools.product((1, 2, 9), (0, 1, 16, 47, 129), (1, 2, 7)):
-        source = source_of(PackedWindowSource, bounds, 64, 16, shared, splits)
+        source = source_of(SplitSource, bounds, 64, 16, GqaPacking(shared), splits)
         seqlen, packed = SeqlenInfo(0, sq, sk), band_mask(sq, sk, *bounds).repeat_interleave(shared, 0)
         for m in range(-(-sq * shared // 64)):
             part = packed[m * 64 : (m + 1) * 64]

@@ -1,6 +1,6 @@
 """The decode kernel for an FP8 KV cache, on all architectures: bound by the bytes of K and V.
 
-    four warps     each with all 16 packed rows (packing.py), every fourth KV tile, and its own ring
+    four warps     each with all 16 packed rows (forward/heads), every fourth KV tile, and its own ring
                    (mainloop_float8); at the end their results are merged (merge_float8)
 
 Warps are independent while they read, so nearly all of the rings is in flight, on sm_90 those of two CTAs per SM. A CTA
@@ -24,9 +24,8 @@ from ...forward.config import DecodeFacts
 from ...forward.mainloop_sm80 import first_vector, lines_at_once, vectors
 from ...forward.mask_and_softmax import QueryWork
 from ..combine import Combine
-from ..packing import DecodeScheduler, PackedWindowSource, cache_seqlens
 from ..pages import box_of_tile
-from ..store import packed, read_sinks
+from ..problem import DecodeScheduler, SplitSource, problem_of
 from .mainloop import ROWS, MainloopFloat8
 from .merge import Merge
 
@@ -68,11 +67,7 @@ class DecodeFloat8:
     ):
         cfg, facts = self.cfg, self.facts
         batch, heads, rows, _ = mQ.shape
-        kv_heads = mK.shape[1]
-        qhead_per_kvhead = heads // kv_heads
-        seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
-        scheduler = DecodeScheduler(cute.ceil_div(rows * qhead_per_kvhead, ROWS), kv_heads, batch, splits)
-        source = PackedWindowSource(facts.window, ROWS, cfg.tile_n, left, right, qhead_per_kvhead, splits)
+        source, scheduler, seqlens = problem_of(facts, ROWS, mQ, mK, mSeqlens, mTable, (left, right), splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2,
             softcap, None if const_expr(facts.split) else mSinks, score_tensors,
@@ -105,7 +100,7 @@ class DecodeFloat8:
         mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
         mKScale: cute.Tensor | None,  # (B, Hkv)
         mVScale: cute.Tensor | None,  # (B, Hkv)
-        source: PackedWindowSource,
+        source: SplitSource,
         scheduler: DecodeScheduler,
         seqlens,
         scale_log2: Float32,
@@ -123,9 +118,8 @@ class DecodeFloat8:
             cute.arch.griddepcontrol_wait()  # no global memory access before it
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
-        g = source.qhead_per_kvhead
         row = tile.m * ROWS + cute.arch.lane_idx() // 4  # of this thread, packed
-        rows = seqlen.rows * g
+        rows = source.heads.of_tile(tile, seqlen)
         ring = rings + warp * self.mainloop.ring_bytes
         from_k, from_v = (mK, mTable), (mV, mTable)
         if tiles.count > 0:
@@ -138,8 +132,9 @@ class DecodeFloat8:
             v_scale = mVScale[tile.b, tile.h_kv]
         if const_expr(facts.by_bits):
             v_scale = (v_scale if const_expr(v_scale is not None) else Float32(1.0)) / BY_BITS_SCALE
-        sinks = read_sinks(mSinks, tile, g, row)
-        c = self.mainloop.state(ring, at_q, warp, packed(mQ, tile, g), row, rows, k_scale, scale_log2)
+        sinks = source.heads.sink_registers(mSinks, 2)
+        source.heads.read_sinks(mSinks, tile, row, sinks)
+        c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)
         c.softmax.clear()
         c.acc_O.fill(0.0)
         if tiles.count > 0:
@@ -147,7 +142,8 @@ class DecodeFloat8:
             self.mainloop.steps(c, work, from_k, from_v)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_launch_dependents()
-        self.merge(c, at_softmax, rings, sinks, v_scale, (mO, mLSE, mPartO, mPartLSE), tile, g, rows)
+        outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)
+        self.merge(c, at_softmax, rings, sinks, v_scale, *outputs, rows, tile.m * ROWS)
 
     # ------------------------------------------------------------------ global memory -> shared memory
 

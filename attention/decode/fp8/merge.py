@@ -15,8 +15,9 @@ from cutlass.cute.typing import AddressSpace
 from cute_kernels.tile.ampere import WARP
 
 from ...forward.config import ACC_PAD, DecodeFacts
+from ...forward.heads import TileRows
 from ...forward.softmax import OnlineSoftmax, exp2, quad_sum, rows_and_columns
-from ..store import packed, store_lse
+from ..store import store_of_split
 from .mainloop import ROWS, WarpState
 from .q import LANE_VALUES
 
@@ -28,7 +29,7 @@ class Merge:
     """The warps' work after their last tiles."""
 
     def __init__(self, facts: DecodeFacts):
-        self.facts, self.warps = facts, facts.config.groups
+        self.facts, self.warps, self.store = facts, facts.config.groups, store_of_split(facts)
         self.pitch = facts.head_dim_v + ACC_PAD
 
     @cute.jit
@@ -39,25 +40,19 @@ class Merge:
         at_acc: Int32,
         sinks: cute.Tensor | None,  # (2,)
         v_scale: Float32 | None,
-        outputs: tuple,  # (mO, mLSE, mPartO, mPartLSE) of the kernel
-        tile,  # packing.DecodeTile
-        qhead_per_kvhead: Int32,
-        rows: Int32,  # packed
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        rows: TileRows,
+        row0: Int32,  # first row of the tile
     ):
-        mO, mLSE, mPartO, mPartLSE = outputs
         lane = cute.arch.lane_idx()
-        row0 = tile.m * ROWS
         lse = self.normalize(c, at_softmax, sinks)
         self.write(c, at_acc)
         cute.arch.sync_threads()
         if c.warp == 0:
-            if const_expr(self.facts.split):
-                store_lse(mPartLSE[tile.split, None, None, None], lse, tile, qhead_per_kvhead, row0 + lane // 4, rows)
-            elif const_expr(mLSE is not None):
-                store_lse(mLSE, lse, tile, qhead_per_kvhead, row0 + lane // 4, rows)
-        if const_expr(self.facts.split):
-            mO = mPartO[tile.split, None, None, None, None]
-        self.store(packed(mO, tile, qhead_per_kvhead), at_acc, v_scale, row0, rows)
+            if const_expr(mLSE is not None):
+                rows.heads.store_lse(lse, self.store.of_tile(mLSE, rows.tile), rows, row0 + lane // 4, lane, True)
+        self.store_o(rows.view(self.store.of_tile(mO, rows.tile)), at_acc, v_scale, row0, rows.end)
 
     @cute.jit
     def normalize(self, c: WarpState, at_softmax: Int32, sinks: cute.Tensor | None) -> cute.Tensor:
@@ -108,7 +103,7 @@ class Merge:
                 cute.autovec_copy(vector, self.vector(at + (8 * r * self.pitch + 16 * i) * WIDTH))
 
     @cute.jit
-    def store(self, mO: cute.Tensor, at_acc: Int32, v_scale: Float32 | None, row0: Int32, rows: Int32):
+    def store_o(self, mO: cute.Tensor, at_acc: Int32, v_scale: Float32 | None, row0: Int32, rows: Int32):
         """Store the sum over all warps to mO (rows, Dv), packed: the 16 rows from `row0` on that are below `rows`."""
         vectors = const_expr(self.facts.head_dim_v // VECTOR)  # of a row
         threads = const_expr(WARP * self.warps)

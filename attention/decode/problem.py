@@ -1,10 +1,4 @@
-"""Decode: packing of Q's rows into tiles, sequence lengths, and the split of KV tiles among CTAs.
-
-The g query heads that share a KV head are packed into the rows of one tile, so that K and V are read once (GQA
-packing):
-
-    packed row r    is row r // g of head h_kv * g + r % g
-"""
+"""Problems of the decode kernels: tiles of packed rows (forward/heads), sequence lengths, and splits of KV tiles."""
 
 from dataclasses import dataclass
 
@@ -12,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..forward.config import DecodeFacts
+from ..forward.heads import GqaPacking
 from ..forward.kv_tiles import KvTiles, WindowSource
 from ..seqlen import DenseSeqlens, SeqlenInfo
 
@@ -82,21 +78,30 @@ def cache_seqlens(facts, rows: Int32, mK: cute.Tensor, mSeqlens: cute.Tensor | N
 
 
 @dataclass(frozen=True)
-class PackedWindowSource(WindowSource):
-    """A WindowSource of packed rows. Its tiles are divided into `splits` runs, whose lengths differ by at most one
-    tile."""
+class SplitSource(WindowSource):
+    """A WindowSource whose tiles are divided into `splits` runs, whose lengths differ by at most one tile."""
 
-    qhead_per_kvhead: Int32  # heads of Q that share a head of K and V
-    splits: Int32
+    splits: Int32 = 1
 
     def for_tile(self, tile: DecodeTile, seqlen: SeqlenInfo) -> KvTiles:
-        first = tile.m * self.tile_m
-        after = cutlass.min((first + self.tile_m - 1) // self.qhead_per_kvhead + 1, seqlen.rows)
-        tiles = self.for_rows(first // self.qhead_per_kvhead, after, seqlen)
+        tiles = WindowSource.for_tile(self, tile, seqlen)
         return tiles.part(tiles.count * tile.split // self.splits, tiles.count * (tile.split + 1) // self.splits)
 
-    def place(self, tile: DecodeTile, row) -> tuple:
-        return tile.h_kv * self.qhead_per_kvhead + row % self.qhead_per_kvhead, row // self.qhead_per_kvhead
 
-    def bounds(self, row, seqlen) -> tuple:
-        return WindowSource.bounds(self, row // self.qhead_per_kvhead, seqlen)
+def problem_of(
+    facts: DecodeFacts,
+    tile_m: int,
+    mQ: cute.Tensor,  # (B, H, Sq, D)
+    mK: cute.Tensor,  # (B or pages, Hkv, S, D)
+    mSeqlens: cute.Tensor | None,  # (B,) or (B, 2)
+    mTable: cute.Tensor | None,  # (B, pages per sequence)
+    bounds: tuple,  # (left, right) of the window
+    splits: Int32,
+) -> tuple:
+    """(SplitSource, DecodeScheduler, sequence lengths)."""
+    batch, heads, rows, _ = mQ.shape
+    kv_heads = mK.shape[1]
+    packing = GqaPacking(heads // kv_heads)
+    seqlens = cache_seqlens(facts, rows, mK, mSeqlens, mTable)
+    scheduler = DecodeScheduler(cute.ceil_div(packing.rows(rows), tile_m), kv_heads, batch, splits)
+    return SplitSource(facts.window, tile_m, facts.config.tile_n, *bounds, packing, splits), scheduler, seqlens
