@@ -157,7 +157,7 @@ def of_tiles_begun_ahead(path: str) -> None:
     out = poisoned(1500, 4096).to(DEVICE)
     with cute_kernels.path(path), narrowed(wide):
         there = x.to(DEVICE), W.to(DEVICE), scale_x.to(DEVICE)
-        assert explain(bsr_linear, *there[:2], scale_x=there[2]).facts.begins_ahead
+        assert explain(bsr_linear, *there[:2], scale_x=there[2]).facts.overlaps_store
         bsr_linear(*there[:2], out=out, scale_x=there[2])
     near(out.cpu(), bsr_linear(x, W, scale_x=scale_x, out_dtype=torch.float32).double())
 

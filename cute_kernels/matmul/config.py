@@ -25,7 +25,7 @@ class GemmConfig:
     rings (sm_90): 1, or 2 for two consumer groups that wait for each WGMMA. Each group then has a ring of `stages`
         stages, a producer warp and work tiles of its own, and neither group waits for the other.
     split (cooperative sm_90 kernels without another cluster): split-K factor. CTAs of a cluster share a tile's K-tiles
-        and reduce their accumulators through distributed shared memory (split_k_sm90).
+        and reduce their accumulators through distributed shared memory (schedules/split_k).
     """
 
     # True if the sm_90 kernel has a TMA producer warp and WGMMA consumers; otherwise all warps use mma.sync.
@@ -264,19 +264,29 @@ class GemmFacts:
         return line and cfg.warps_n == 1 and cfg.tile_n % 128 == 0
 
     @property
+    def block_factors(self) -> bool:
+        """True if partial sums are multiplied by the scale of their stored block."""
+        return self.block is not None and self.block.scaled
+
+    @property
+    def grouped(self) -> bool:
+        """True for a grouped GEMM, whose producer needs registers for group indices."""
+        return self.block is not None and self.block.run > 0
+
+    @property
     def a_in_registers(self) -> bool:
         """True if a warpgroup loads its 64 rows of A into registers once per K-tile of 128 bytes, by ldmatrix
-        (promoted_sm90), since it issues several WGMMAs of 64 columns."""
+        (mainloops/issue_rs_sm90), since it issues several WGMMAs of 64 columns."""
         return self.takes_turns and self.config.tile_n > 128 * self.config.warps_n
 
     @property
-    def begins_ahead(self) -> bool:
-        """True if a work tile begins while the previous one is stored (ahead_sm90): for stored blocks with a scale
-        each, whose tiles have few K-tiles. Gated kernels were as fast without it. With a heavy epilogue, without an
-        epilogue scale, or with blocks of several K-tiles, registers would spill or the WGMMAs be serialized. D must be
-        BF16 or FP16: a chunk of the store then has the columns of one WGMMA."""
+    def overlaps_store(self) -> bool:
+        """True if a work tile's store overlaps the next tile's first WGMMAs (schedules/overlap_store): for stored
+        blocks with a scale each, whose tiles have few K-tiles. Gated kernels were as fast without it. With a heavy
+        epilogue, without an epilogue scale, or with blocks of several K-tiles, registers would spill or the WGMMAs be
+        serialized. D must be BF16 or FP16: a chunk of the store then has the columns of one WGMMA."""
         cfg, spec = self.config, self.epilogue
-        scaled = self.block is not None and self.block.scaled and spec.is_light and bool(spec.scale_m or spec.scale_n)
+        scaled = self.block_factors and spec.is_light and bool(spec.scale_m or spec.scale_n)
         alone = cfg.split == cfg.consumer_groups == 1 and self.out_bytes == 2 and cfg.store_row == 128
         return self.a_in_registers and scaled and alone and self.k_tiles_per_block == 1
 

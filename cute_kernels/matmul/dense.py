@@ -1,7 +1,5 @@
 """A dense product as a kernel sees it: torch's tensors re-viewed, the trivial source, and a kernel of either path."""
 
-from functools import partial
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -9,33 +7,7 @@ from cutlass import Float32, Int32, const_expr
 from ..k_tiles import DenseSource
 from .config import GemmFacts
 from .epilogue.formula import EpilogueArgs
-from .kernel_sm80 import GemmSm80
-from .kernel_sm90 import GemmSm90
-from .mainloops.block_scaled_sm90 import BlockScaledMainloopSm90
-from .mainloops.mainloop_sm90 import MainloopSm90
-from .mainloops.promoted_sm90 import PromotedMainloopSm90, ScaledMainloopSm90
-from .schedules.overlap_store_sm90 import AheadGemmSm90, AheadMainloopSm90
-
-
-def kernel_for(facts: GemmFacts):
-    """The kernel of the facts' path, made for the facts."""
-    if facts.path != "sm_90":
-        return GemmSm80(facts)
-    if not facts.promotes:
-        return GemmSm90(facts, MainloopSm90)
-    kernel, mainloop = GemmSm90, PromotedMainloopSm90
-    if facts.epilogue.scales_blocks:
-        mainloop = BlockScaledMainloopSm90
-    elif facts.begins_ahead:
-        kernel, mainloop = AheadGemmSm90, AheadMainloopSm90
-    elif facts.block and facts.block.scaled:
-        mainloop = ScaledMainloopSm90
-    terms = {
-        "takes_turns": facts.takes_turns,
-        "rows_in_registers": facts.config.tile_m if facts.a_in_registers else 0,
-        "grouped": facts.block is not None and facts.block.run > 0,
-    }
-    return kernel(facts, partial(mainloop, **terms))
+from .kernels import kernel_for
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:

@@ -1,7 +1,6 @@
 """GEMM with a 2:4 sparse A: views of torch's tensors, the source of K-tiles, and the kernel of either path."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -14,11 +13,10 @@ from ..matmul.config import GemmFacts
 from ..matmul.dense import DenseGemm, batched, view
 from ..matmul.epilogue.formula import EpilogueArgs
 from ..matmul.kernel_sm80 import GemmSm80
-from ..matmul.kernel_sm90 import GemmSm90
+from ..matmul.kernels import kernel_sm90
 from .format import COLUMNS, SLAB, SPAN, WORDS
+from .issue_sm90 import IssueSparse24
 from .mainloop_sm80 import Sparse24MainloopSm80
-from .mainloop_sm90 import Sparse24MainloopSm90
-from .promoted_sm90 import PromotedSparse24MainloopSm90
 
 
 class Sparse24KTile(NamedTuple):
@@ -64,13 +62,10 @@ class Sparse24Source(DenseSource):
 
 
 def kernel_for(facts: GemmFacts):
-    """The kernel of the facts' path with the mainloop for a 2:4 sparse A."""
+    """The kernel of the facts' path for a 2:4 sparse A."""
     if facts.path != "sm_90":
         return GemmSm80(facts, Sparse24MainloopSm80)
-    if not facts.promotes:
-        return GemmSm90(facts, partial(Sparse24MainloopSm90, facts=facts))
-    scaled = facts.block is not None and facts.block.scaled
-    return GemmSm90(facts, partial(PromotedSparse24MainloopSm90, facts=facts, scaled=scaled))
+    return kernel_sm90(facts, IssueSparse24(facts))
 
 
 class Sparse24Gemm(DenseGemm):

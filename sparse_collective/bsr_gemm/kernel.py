@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.matmul.config import GemmFacts
-from cute_kernels.matmul.dense import batched, kernel_for, view
+from cute_kernels.matmul.dense import batched, view
 from cute_kernels.matmul.epilogue.formula import EpilogueArgs
+from cute_kernels.matmul.kernels import kernel_for
 
 from .k_tiles import BsrSource
 

@@ -11,20 +11,20 @@ block of D, where TMA reads zeros and writes nothing.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.k_tiles import KTile
 from cute_kernels.matmul.config import GemmFacts
+from cute_kernels.matmul.contexts import Load
 from cute_kernels.matmul.dense import view
 from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 from cute_kernels.matmul.kernel_sm80 import GemmSm80
-from cute_kernels.matmul.kernel_sm90 import GemmSm90
-from cute_kernels.matmul.mainloops.mainloop_sm90 import MainloopSm90
+from cute_kernels.matmul.kernels import kernel_sm90
+from cute_kernels.matmul.mainloops.issue_sm90 import IssueSS
 
 from .config import parts_of
 
@@ -119,28 +119,18 @@ class SampledSource:
         return SampledKTiles(count, *place, self.runs, start, past, self.tiles_run)
 
 
-class SampledMainloopSm90(MainloopSm90):
-    """Mainloop for K-tiles whose `b` has the coordinates of each box. Absent boxes are multiplied too, as zeros."""
+class IssueBoxes(IssueSS):
+    """Operands of K-tiles whose `b` has the coordinates of each box. Absent boxes are multiplied too, as zeros."""
 
-    def __init__(self, facts: GemmFacts, *args):
-        super().__init__(*args)
+    def __init__(self, facts: GemmFacts):
+        super().__init__(facts)
         if facts.config.boxes > 4:  # the producer holds their coordinates
             self.registers = (40, 232)
 
-    @cute.jit
-    def load_b(
-        self,
-        tile,
-        tma_b: cute.CopyAtom,
-        tBgB: cute.Tensor,  # (TMA, rest_n, rest_k, outer_k)
-        tBsB: cute.Tensor,  # (TMA, boxes x PIPE)
-        mask_b: cutlass.Int16,
-        barrier: cute.Pointer,
-        stage: Int32,
-    ):
-        boxes = const_expr(len(tile.b))
-        for box in range_constexpr(boxes):
-            cute.copy(tma_b, tBgB[(None, *tile.b[box])], tBsB[None, stage * boxes + box], tma_bar_ptr=barrier)
+    def load_b(self, tile, b: Load, barrier: cute.Pointer, stage: Int32) -> None:
+        boxes = len(tile.b)
+        for box in range(boxes):
+            cute.copy(b.atom, b.gX[(None, *tile.b[box])], b.sX[None, stage * boxes + box], tma_bar_ptr=barrier)
 
 
 class SampledGemm:
@@ -148,8 +138,8 @@ class SampledGemm:
 
     def __init__(self, facts: GemmFacts):
         self.facts = facts
-        mainloop = partial(SampledMainloopSm90, facts) if facts.config.boxes > 1 else MainloopSm90
-        self.kernel = GemmSm90(facts, mainloop) if facts.path == "sm_90" else GemmSm80(facts)
+        issue = IssueBoxes if facts.config.boxes > 1 else IssueSS
+        self.kernel = kernel_sm90(facts, issue(facts)) if facts.path == "sm_90" else GemmSm80(facts)
 
     @cute.jit
     def __call__(

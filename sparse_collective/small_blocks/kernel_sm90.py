@@ -33,6 +33,7 @@ from cutlass.utils import hopper_helpers as sm90_utils
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
+from cute_kernels.matmul.contexts import StoreCtx
 from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 from cute_kernels.matmul.epilogue.store_sm90 import WARPGROUP, StoreSm90
 from cute_kernels.scheduler import TileScheduler
@@ -227,6 +228,7 @@ class SmallBlocksSm90:
             outs = [(tma_d, self.store.tiles(mD))]
             if const_expr(self.facts.epilogue.stores_z):
                 outs += [(tma_z, self.store.tiles(mZ))]
+            out = StoreCtx(args, outs, sD, thr_mma, mma, extent, consumer, storage.one.data_ptr())
             # Opaque to the compiler, which would compute them again for each block.
             ring = storage.sA.data_ptr().toint() + consumer * self.ring_bytes
             ring = cute.arch.make_warp_uniform(descriptor_low(ring, int(not self.a_m_major)))
@@ -238,10 +240,7 @@ class SmallBlocksSm90:
                 chunks = source.for_tile(m, rank)
                 acc.fill(0.0)
                 stage, phase, head = self.mma(chunks, acc, ring, chunks_at, full, empty, stage, phase, head, consumer)
-                self.store.store(
-                    acc, args, outs, sD, thr_mma, mma, extent, ((n, m * cfg.cluster_m + rank, 0),), (l, l),
-                    consumer, storage.one.data_ptr(),
-                )  # fmt: skip
+                self.store.store(acc, out, ((n, m * cfg.cluster_m + rank, 0),), (l, l))
             self.store.drain()
         # A CTA must not exit while its peer may still write to its shared memory or arrive at its barriers.
         self.sync_cluster()

@@ -1,4 +1,4 @@
-"""FP8 GEMMs that overlap a work tile's store with the next tile (matmul/schedules/overlap_store_sm90.py)."""
+"""FP8 GEMMs that overlap a work tile's store with the next tile (matmul/schedules/overlap_store.py)."""
 
 from unittest import mock
 
@@ -54,7 +54,7 @@ def test_the_bits_of_other_tiles(block, cluster):
         x, scale = quantize(torch.randn(700, W.shape[1]).to(BF16), per="row")
 
         def call(ahead: bool, W=W, x=x, scale=scale):
-            assert explain(bsr_linear, x, W, scale_x=scale).facts.begins_ahead == ahead
+            assert explain(bsr_linear, x, W, scale_x=scale).facts.overlaps_store == ahead
             return bsr_linear(x, W, activation="relu", out=poisoned(700, W.shape[0]), scale_x=scale)
 
         assert torch.equal(*both(call, cluster))
@@ -86,6 +86,6 @@ def test_which_kernels(emulated):
             ({"scale_x": scale, "out_dtype": FP32}, False),
             ({}, False),
         ):
-            assert explain(bsr_linear, x, W, **more).facts.begins_ahead == ahead
+            assert explain(bsr_linear, x, W, **more).facts.overlaps_store == ahead
         W = uneven((128, 256), 8, 4)
-        assert not explain(bsr_linear, x, W, scale_x=scale).facts.begins_ahead
+        assert not explain(bsr_linear, x, W, scale_x=scale).facts.overlaps_store

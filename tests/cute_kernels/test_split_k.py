@@ -10,7 +10,7 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
 from cute_kernels.matmul import candidates, cost
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
-from cute_kernels.matmul.schedules.split_k_sm90 import SplitKSm90, swaps
+from cute_kernels.matmul.schedules.split_k import Exchange, swaps
 from cute_kernels.runtime.families import unsupported
 from cute_kernels.testing.reference import normal
 from cute_kernels.tile.element import BITS_16
@@ -66,7 +66,7 @@ def test_parts_are_sorted_by_whom_they_go_to(split):
 
 class Cta:
     def __init__(self, split: int, groups: int):
-        arrivals = SplitKSm90(split, groups, 64).arrivals
+        arrivals = Exchange(split, groups, 64).arrivals
         self.arrived = [Barrier(arrivals.full) for _ in range(groups)]
         self.free = [Barrier(arrivals.empty) for _ in range(groups)]
         self.slots = [[None] * (split - 1) for _ in range(groups)]
@@ -74,7 +74,7 @@ class Cta:
 
 
 def warpgroup(ctas, rank, w, tiles, flights, sums):
-    """SplitKSm90.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
+    """Exchange.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
     split, cta, phase = len(ctas), ctas[rank], 0
     for tile in range(tiles):
         cta.arrived[w].arrive(announced=split - 1)

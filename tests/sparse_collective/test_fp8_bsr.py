@@ -454,7 +454,7 @@ def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
     assert not outcome.error and outcome.value.problems == ()
     codes, cfg = outcome.value.resources.opcodes, facts.config
     sums = cfg.tile_m * cfg.tile_n // (cfg.warps_m * cfg.warps_n * (128 if facts.path == "sm_90" else 32))
-    first = 2 * sums if facts.begins_ahead else 0  # of the first K-tile, where others follow and where none does
+    first = 2 * sums if facts.overlaps_store else 0  # of the first K-tile, where others follow and where none does
     assert codes.get("FADD", 0) < sums and codes["FMUL"] <= sums + first
 
 

@@ -29,6 +29,7 @@ from ...tile.element import VECTOR_BYTES
 from ...tile.hopper import WARPGROUP
 from ...tile.ptx import load_volatile
 from ...traced.activations import ACTIVATIONS
+from ..contexts import StoreCtx
 from . import formula
 from .store_sm90 import SLAB_M, StoreSm90
 
@@ -48,45 +49,37 @@ class GatedStoreSm90(StoreSm90):
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, 1, MMA_N) of this warpgroup, fp32
-        args: formula.EpilogueArgs,
-        outs: tuple,  # ((TMA atom, gD),)
-        sD: cute.Tensor,  # (64, epi_n, PIPE)
-        thr_mma,
-        tiled_mma_group: cute.TiledMma,
-        extent: tuple,  # (M, N)
+        acc: cute.Tensor,  # (MMA, 1, MMA_N) of this warpgroup, FP32
+        ctx: StoreCtx,  # warpgroup 0 has the gate
         places: tuple,  # (m, n, outer_m) of the tile, in a tuple
         batch: tuple,
-        group: cutlass.Int32,  # which consumer warpgroup: 0 has the gate
-        anchor: cute.Pointer,  # 1.0 in shared memory
         rank=None,
+        following=None,
     ):
         # A branch, since the warpgroups pass on different chunks of their accumulators.
-        if group == 0:
-            self.store_chunks(0, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
+        if ctx.warpgroup == 0:
+            self.store_chunks(0, acc, ctx, places[0], batch, following)
         else:
-            self.store_chunks(1, acc, args, outs[0], sD, tiled_mma_group, extent, places[0], batch, anchor)
+            self.store_chunks(1, acc, ctx, places[0], batch, following)
 
     @cute.jit
     def store_chunks(
         self,
-        group: cutlass.Constexpr,  # which warpgroup this is: it finishes chunks group, group + 2, ...
+        group: cutlass.Constexpr,  # warpgroup: it finishes chunks group, group + 2, ...
         acc: cute.Tensor,
-        args: formula.EpilogueArgs,
-        out: tuple,  # (TMA atom, gD)
-        sD: cute.Tensor,
-        tiled_mma_group: cute.TiledMma,
-        extent: tuple,
+        ctx: StoreCtx,
         place: tuple,  # (m, n, outer_m)
         batch: tuple,
-        anchor: cute.Pointer,
+        following,
     ):
+        args, sD, extent = ctx.args, ctx.sD, ctx.extent
+        tma, gD = ctx.outs[0]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
         out_m, out_n, outer_m = place
         col0, outer = out_n * self.tile_n, (outer_m, *batch)
-        copy_r2s, tRS_sD, shape = self.copies(tiled_mma_group, sD, tidx)
-        store = (out[0], *self.partition(out[0], sD, out[1]))
+        copy_r2s, tRS_sD, shape = self.copies(ctx.tiled_mma, sD, tidx)
+        store = (tma, *self.partition(tma, sD, gD))
         # Load the scales of all chunks before the first barrier: later loads would each be waited for.
         columns = [None] * self.chunks
         if const_expr(self.each[1]):
@@ -101,19 +94,25 @@ class GatedStoreSm90(StoreSm90):
             for e in range_constexpr(first + 1 - group, past, 2):
                 z = self.rounded(acc, e, args, columns[e], extent, outer)
                 cute.autovec_copy(self.words(z), self.slots(sD, self.buffer(e, first), tidx))
+                if const_expr(following is not None):
+                    following.start(e, e == 1 - group)
             self.sync_warpgroups(group, 1)
             for e in range_constexpr(first + group, past, 2):
                 buffer = const_expr(self.buffer(e, first))
                 # Loaded after the barrier: otherwise the compiler hoists all chunks' activations above it, and spills.
-                one = load_volatile(anchor)
+                one = load_volatile(ctx.one)
                 z = self.rounded(acc, e, args, columns[e], extent, outer, one)
                 other = cute.make_rmem_tensor(self.values, self.dtype)
                 cute.autovec_copy(self.slots(sD, buffer, tidx), self.words(other))
                 rOut = cute.make_rmem_tensor(shape, self.dtype)
                 self.multiply_gate(rOut, *((z, other) if group == 0 else (other, z)))
+                if const_expr(following is not None):
+                    following.start(e, False)
                 at = (out_m, (col0, e), outer_m, batch[0])
                 # No store reads this buffer any more, so all of `buffers` stores may be in flight: no wait.
                 self.store_chunk(copy_r2s, rOut, tRS_sD, store, Int32(buffer), at, group, warp, self.buffers)
+        if const_expr(following is not None):
+            following.wait()  # in this branch: no WGMMA may be in flight where branches meet
 
     def buffer(self, e: int, first: int) -> int:
         """Index of chunk e's buffer in the ring of the warpgroup that passes it on; `first` is the first chunk that the

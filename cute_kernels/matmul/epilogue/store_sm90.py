@@ -27,6 +27,7 @@ from ...tile.barriers import PRODUCT_STORE
 from ...tile.fp8 import packed, store_halves, turned
 from ...tile.hopper import WARPGROUP
 from ...tile.ptx import load_volatile
+from ..contexts import StoreCtx
 from . import formula
 from .formula import coordinates
 
@@ -103,20 +104,14 @@ class StoreSm90:
     @cute.jit
     def store(
         self,
-        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup, fp32 or fp16; of a split tile, this CTA's share of it
-        args: formula.EpilogueArgs,
-        outs: tuple,  # (TMA atom, gD) of D and, where the epilogue stores it, of z
-        sD: cute.Tensor,  # (64, epi_n, PIPE)
-        thr_mma,  # this thread's slice of a one-warpgroup tiled MMA
-        tiled_mma_group: cute.TiledMma,
-        extent: tuple,  # (M, N)
-        places: tuple,  # (m, n, outer_m) of the tile; where it has boxes, of each one that this warpgroup has
-        batch: tuple,  # l, and the item of A, if a bias has one for each
-        group: cutlass.Int32,  # which consumer warpgroup
-        anchor: cute.Pointer,  # 1.0 in shared memory
-        rank=None,  # of the CTAs that share a split tile, which
-        coming=None,  # the next tile, which begins in accumulators that have been read (ahead_sm90)
+        acc: cute.Tensor,  # (MMA, slabs, 1) of this warpgroup, FP32 or FP16; with split-K, this CTA's part of it
+        ctx: StoreCtx,
+        places: tuple,  # (m, n, outer_m) of the tile; if it has boxes, of each one that this warpgroup has
+        batch: tuple,  # l, and the batch index of A, if a bias has one for each
+        rank=None,  # of this CTA among those that share the tile (split-K)
+        following=None,  # overlap_store.NextTile, whose WGMMAs start in accumulators that have been read
     ):
+        args, outs, sD, extent, group = ctx.args, ctx.outs, ctx.sD, ctx.extent, ctx.warpgroup
         # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
         gD = outs[0][1]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
@@ -126,7 +121,7 @@ class StoreSm90:
         out_m, out_n, outer_m = places[0]
         col0 = out_n * self.tile_n + first_column
         # (MMA, 1, 1): (row, column) of each accumulator inside a slab
-        tCcD = thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
+        tCcD = ctx.thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
 
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
         copy_r2s = None
@@ -135,7 +130,7 @@ class StoreSm90:
         if const_expr(self.narrow):
             tRS_sD, shape = sD, values // 4  # words
         elif const_expr(self.tma):
-            copy_r2s, tRS_sD, shape = self.copies(tiled_mma_group, sD, tidx)
+            copy_r2s, tRS_sD, shape = self.copies(ctx.tiled_mma, sD, tidx)
         rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
         rMax[0] = Float32(0.0)
         piece = const_expr(min(values, self.piece) if self.anchored else values)
@@ -167,7 +162,7 @@ class StoreSm90:
             if const_expr(self.tma):
                 rOuts = [cute.make_rmem_tensor(shape, Int32 if self.narrow else self.dtype) for _ in outs]
             for first in range_constexpr(0, values, piece):
-                one = load_volatile(anchor) if const_expr(self.anchored) else None
+                one = load_volatile(ctx.one) if const_expr(self.anchored) else None
                 sums, begin = in_fp32(acc, at + first, piece)
                 for v in range_constexpr(piece):
                     rD[v] = sums[begin + v]
@@ -204,8 +199,8 @@ class StoreSm90:
                     self.store_direct(rD, cD, gD, there, outer[:2])
                     if const_expr(self.spec.stores_z):
                         self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
-            if const_expr(coming is not None):
-                coming.start(i)
+            if const_expr(following is not None):
+                following.start(i, i == 0)
             if const_expr(self.tma):
                 place = (slab, (col0, e), outer_m, batch[0])
                 for which in range_constexpr(len(outs)):
@@ -213,8 +208,8 @@ class StoreSm90:
                     buffer = group * self.buffers + number % self.buffers
                     pending = const_expr(self.pending(number, share * len(outs)))
                     self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
-        if const_expr(coming is not None):
-            coming.wait()
+        if const_expr(following is not None):
+            following.wait()
         if const_expr(self.narrow):
             formula.store_amax(self.spec, args, rMax)
 

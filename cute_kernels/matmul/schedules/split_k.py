@@ -1,27 +1,36 @@
-"""Adding up a tile whose K-tiles were shared among the CTAs of a cluster (GemmConfig.split).
+"""The split-K schedule: the CTAs of a cluster share a tile's K-tiles, and reduce their accumulators (GemmConfig.split).
 
-Every CTA holds a sum over its share of K. CTA q will store part q of the tile, 1 / split of its columns (or rows), so
-each sends the others their parts, into their shared memory:
+    CTA 0             group 0   |  mma 0, first K-tiles | exchange | store a part of 0 |  mma 1, ...
+    CTA 1             group 0   |  mma 0, last K-tiles  | exchange | store the rest    |  mma 1, ...
 
-    barrier    who arrives                                             who waits
+Every CTA has the partial accumulators of its share of K. CTA q stores part q of the tile, 1 / split of its columns (or
+rows), so each CTA sends the others their parts, into their shared memory:
+
+    barrier    arrivals                                                waits
     arrived    1 thread of this CTA, and the bytes the others send     this warpgroup, before it adds
     free       1 thread for each warp of the same warpgroup elsewhere  this warpgroup, before it sends
 
     warpgroup w of CTA r    wait free -> send part r ^ i to CTA r ^ i, for i = 1, 2, ... -> wait arrived
                             -> add the parts of CTAs 0, 1, ... in this order -> arrive at free of all the others
 
-A thread's accumulators mean the same elements in every CTA, so they are sent as they lie: 4 a thread and step, and a
-warp's 512 bytes in one piece. The order of the sum is that of K, whatever arrives first: the bits are the same on
-every run. The buffer belongs to the exchange alone, so the producer may already load the next tile; and warpgroups do
-not wait for each other.
+A thread's accumulators are the same elements in every CTA, so they are sent in the order of registers: 4 per thread and
+step, and a warp's 512 bytes in one piece. They are added in the order of K, so results are bitwise identical on every
+run. The buffer belongs to the exchange alone, so the producer may already load the next tile; and warpgroups do not
+wait for each other.
 """
+
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, range_constexpr
+from cutlass import Float32, Int32, pipeline, range_constexpr
 
+from ...k_tiles import split_k_tiles
 from ...tile.barriers import Arrivals
 from ...tile.hopper import WARPGROUP
+from ..contexts import ConsumerCtx, Tile, Unordered, WorkTiles
+from ..epilogue.store_sm90 import in_fp32
+from .cooperative import Cooperative
 
 VECTOR = 4  # fp32 of one store
 
@@ -32,7 +41,7 @@ def swaps(split: int) -> list[tuple[int, int, int]]:
     return [(bit, p, p | 1 << bit) for bit in bits for p in range(split) if not p >> bit & 1]
 
 
-class SplitKSm90:
+class Exchange:
     """The exchange among `split` CTAs, of `groups` warpgroups with `accumulators` a thread."""
 
     def __init__(self, split: int, groups: int, accumulators: int):
@@ -111,3 +120,51 @@ class SplitKSm90:
     def drain(self, barriers: cute.Pointer, group: Int32, phase: Int32):
         """Before the CTA ends, the others must have made their last arrival at its barriers."""
         cute.arch.mbarrier_wait(barriers + self.groups + group, phase ^ 1)
+
+
+class SplitK(Cooperative):
+    """A cooperative kernel among the CTAs of a cluster along K."""
+
+    def __init__(self, facts, mainloop, store):
+        super().__init__(facts, mainloop, store)
+        cfg = self.cfg
+        groups = cfg.warps_m * cfg.warps_n
+        accumulators = cfg.tile_m * cfg.tile_n // (groups * WARPGROUP)  # of a thread
+        self.exchange = Exchange(cfg.split, groups, accumulators)
+        self.barriers = self.exchange.barriers
+
+    def arrivals(self) -> dict[str, Arrivals]:
+        return {"exchange": self.exchange.arrivals}
+
+    def buffer(self) -> cute.Layout:
+        return self.exchange.layout()
+
+    def init(self, barriers: cute.Pointer) -> None:
+        self.exchange.init(barriers)
+
+    def tile(self, tiles: WorkTiles, index: Int32, bounds: tuple) -> Tile:
+        tile = tiles.tile(index, bounds)
+        k_tiles = split_k_tiles(tile.k_tiles, tiles.rank_k, self.cfg.split, len(self.facts.k_blocks))
+        return replace(tile, k_tiles=k_tiles)
+
+    @cute.jit
+    def consume(self, ctx: ConsumerCtx):
+        """A consumer warpgroup: multiply its share of each work tile's K-tiles, exchange, and store a part."""
+        tiles = ctx.tiles
+        sX, barriers = ctx.exchange
+        read = self.ring_state(pipeline.PipelineUserType.Consumer, ctx.group)
+        release = self.ring_state(pipeline.PipelineUserType.Consumer, ctx.group)
+        end = tiles.end()
+        phase = Int32(0)  # of the exchange
+        bounds = tiles.bounds(tiles.first)
+        for index in cutlass.range(tiles.first, end, tiles.step, unroll=1):
+            tile = self.tile(tiles, index, bounds)
+            bounds = tiles.bounds(index + tiles.step)
+            read, release = self.mainloop.mma(tile, ctx, read, release, Unordered())
+            sums = in_fp32(ctx.acc, 0, cute.size(ctx.acc))[0]
+            self.exchange.reduce(sums, sX, barriers, ctx.warpgroup, tiles.rank_k, phase)
+            phase = phase ^ 1
+            places = self.places(tile, ctx.warpgroup)
+            self.store.store(sums, ctx.out, places, (tile.l, tile.k_tiles.l), tiles.rank_k)
+        self.store.drain()
+        self.exchange.drain(barriers, ctx.warpgroup, phase)

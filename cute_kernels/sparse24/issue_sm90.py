@@ -1,4 +1,4 @@
-"""The sm_90 mainloop with a 2:4 sparse A: the steps of the dense one with wgmma.mma_async.sp and metadata.
+"""WGMMA with a 2:4 sparse A: loads of metadata, and wgmma.mma_async.sp in place of the dense instruction.
 
     producer warp      acquire empty[s] -> expect bytes on full[s] -> TMA A (its stored half), bulk copies of metadata,
                        TMA B -> s += 1
@@ -16,6 +16,9 @@ operands are descriptors of whole rings, to which stages and steps are added. A 
     A    (tile_m, tile_k / 2)    K-major, one swizzled row per row of a K-tile's stored half, 32 bytes of it per step
     B    (tile_n, tile_k)        K-major, swizzled rows of 128 bytes, 64 of them per step, the rows of a K-tile one
                                  after the other; or 16-bit N-major, swizzled rows of up to 64 columns, 32 rows per step
+
+Under promoted FP8 accumulation, the partial sum of a K-tile of 256 columns has 128 nonzero terms, as many as a dense
+one; that of a K-tile of 128 columns has 64.
 """
 
 import cutlass
@@ -23,7 +26,8 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..matmul.mainloops.mainloop_sm90 import MainloopSm90
+from ..matmul.contexts import ConsumerCtx, Load
+from ..matmul.mainloops.issue_sm90 import PARTIAL_COLUMNS, IssueSS
 from ..tile.descriptors import MMA_M, descriptor_high, descriptor_low
 from ..tile.hopper import WARPGROUP
 from ..tile.ptx import bulk_load, load_shared_word, sparse_wgmma_slabs
@@ -34,16 +38,19 @@ SLAB_BYTES = WORDS * 4  # of metadata
 LINE = 128  # bytes of B's swizzled row, where it is K-major
 
 
-class Sparse24MainloopSm90(MainloopSm90):
-    """Steps of one work tile, for the producer (`load`) and for the consumers (`mma`); facts: GemmFacts."""
+class IssueSparse24(IssueSS):
+    """A 2:4 sparse A and its metadata in shared memory; B's columns of a warpgroup are at most 256."""
 
+    waits = True
     stored = KEPT
 
-    def __init__(self, *terms, facts):
-        super().__init__(*terms)
+    def __init__(self, facts):
+        super().__init__(facts)
+        self.partial_steps = max(self.k_blocks)
         cfg, width = facts.config, facts.element.width
         self.dtype, self.metadata_bytes = facts.dtype, cfg.metadata_bytes
         self.tile_m, self.warps_m, self.n = cfg.tile_m, cfg.warps_m, cfg.tile_n // cfg.warps_n
+        self.spans = cfg.tile_k // SPAN
         self.row_a = cfg.tile_k * width // self.stored  # bytes
         self.stage_a, self.stage_b = cfg.tile_m * self.row_a, cfg.tile_n * cfg.tile_k * width
         self.ring_a = cfg.stages * cfg.rings * self.stage_a
@@ -77,39 +84,48 @@ class Sparse24MainloopSm90(MainloopSm90):
     def load_a(
         self,
         tile,  # Sparse24KTile
-        tma_a: cute.CopyAtom,
-        tAgA: cute.Tensor,  # (TMA, rest_m, rest_k, outer_a)
-        tAsA: cute.Tensor,  # (TMA, PIPE)
-        mask_a: cutlass.Int16,
+        a: Load,
         barrier: cute.Pointer,
         stage: Int32,
     ):
-        MainloopSm90.load_a(self, tile, tma_a, tAgA, tAsA, mask_a, barrier, stage)
+        IssueSS.load_a(self, tile, a, barrier, stage)
         size = cutlass.const_expr(self.tile_m // MMA_M * SLAB_BYTES)  # of 64 columns
-        to = tAsA.iterator.toint() + self.ring_a + stage * self.metadata_bytes
-        if cutlass.const_expr(self.multicast_a):  # tAsA begins with the rows that this CTA loads for both
+        to = a.sX.iterator.toint() + self.ring_a + stage * self.metadata_bytes
+        if cutlass.const_expr(a.mask is not None):  # a.sX begins with the rows that this CTA loads for both
             to -= cute.arch.block_idx_in_cluster() // self.cluster_m * self.share_a
         with cute.arch.elect_one():
             for span in range_constexpr(len(tile.metadata)):
                 bulk_load(to + span * size, tile.metadata[span], size, barrier.toint())
 
-    def multiply(
-        self,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,  # (MMA, MMA_M, 1)
-        tCrA: tuple,  # operand_a
-        tCrB: Int32,  # operand_b
-        stage: Int32,
-        steps: int,  # of dense WGMMAs, of half as many columns
-        clear: bool,
-    ):
-        slabs = cute.size(acc) // (self.n // 2)
-        words = self.metadata_words(tCrA, stage, slabs, steps * self.step_k // 2 // SPAN)
+    def multiply(self, ctx: ConsumerCtx, stage: Int32, steps: int, clear: bool) -> None:
+        """steps: of dense WGMMAs, of half as many columns."""
+        slabs = cute.size(ctx.acc) // (self.n // 2)
+        words = self.metadata_words(ctx.A, stage, slabs, steps * self.step_k // 2 // SPAN)
         warpgroup.fence()
         for k in range(steps // 2):
-            self.start_step(acc, self.n, tCrA, tCrB, stage, words, k, k > 0 or not clear)
+            self.start_step(ctx.acc, self.n, ctx.A, ctx.B, stage, words, k, k > 0 or not clear)
         warpgroup.commit_group()
         warpgroup.wait_group(0)  # it reads `words` until then
+
+    def prepare(self, ctx: ConsumerCtx, stage: Int32) -> list:
+        return self.metadata_words(ctx.A, stage, cute.size(ctx.acc, mode=[1]), self.spans)
+
+    def a(self, ctx: ConsumerCtx, prepared: list, stage: Int32, m: int) -> tuple:
+        """(stage, slab, its metadata of each 64 columns)"""
+        return stage, m, [[words[m]] for words in prepared]
+
+    def b(self, ctx: ConsumerCtx, stage: Int32, n: int) -> Int32:
+        """The descriptor of the columns in stage 0."""
+        columns = min(self.n, PARTIAL_COLUMNS)
+        return ctx.B + (n * columns * LINE >> 4)
+
+    def start(self, part: cute.Tensor, ctx: ConsumerCtx, a: tuple, b: Int32, first: int, steps: int) -> None:
+        """Start all MMA steps of a stage; the caller waits for them before it loads other metadata."""
+        stage, m, words = a
+        warpgroup.fence()
+        for k in range(steps // 2):
+            self.start_step(part, 2 * cute.size(part), ctx.A, b, stage, words, k, k > 0, m)
+        warpgroup.commit_group()
 
     def metadata_words(self, tCrA: tuple, stage: Int32, slabs: int, spans: int) -> list:
         """This thread's metadata of a stage, of each 64 columns, of each of its warpgroup's slabs."""
