@@ -10,6 +10,7 @@ from ..tile.element import BYTES, Element, element_of
 from ..traced.program import Program
 
 CHUNK_COLUMNS = 64  # of the sm_90 store, at most: 32 lanes hold two of their scales each
+OVERLAP_STORE = "overlap_store"  # GemmConfig.schedule
 BARRIER_BYTES = 1024  # mbarriers, or the padding that aligns the operand buffers to 1024 bytes
 
 
@@ -26,6 +27,7 @@ class GemmConfig:
         stages, a producer warp and work tiles of its own, and neither group waits for the other.
     split (cooperative sm_90 kernels without another cluster): split-K factor. CTAs of a cluster share a tile's K-tiles
         and reduce their accumulators through distributed shared memory (schedules/split_k).
+    schedule (sm_90): "", selected by the counts above and the facts, or "overlap_store" to require it.
     """
 
     # True if the sm_90 kernel has a TMA producer warp and WGMMA consumers; otherwise all warps use mma.sync.
@@ -48,6 +50,7 @@ class GemmConfig:
     store_row: int = 128
     split: int = 1
     rings: int = 1
+    schedule: str = ""
 
     @property
     def cluster(self) -> int:
@@ -75,13 +78,15 @@ class GemmConfig:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k}/{self.stages} {self.warps_m}x{self.warps_n}"
         text += f" k/{self.split}" if self.split > 1 else ""
         text += f" c{self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return text + ("" if self.consumer_groups == 1 else " own" if self.rings > 1 else " pp")
+        text += "" if self.consumer_groups == 1 else " own" if self.rings > 1 else " pp"
+        return text + (f" {self.schedule}" if self.schedule else "")
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n}x{self.tile_k} stages {self.stages} split {self.warps_m}x{self.warps_n}"
         text += "" if self.consumer_groups == 1 else " rings of their own" if self.rings > 1 else " ping-pong"
         text += f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return text + (f" K among {self.split} CTAs" if self.split > 1 else "")
+        text += f" K among {self.split} CTAs" if self.split > 1 else ""
+        return text + (f" {self.schedule}" if self.schedule else "")
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,9 @@ class GemmFacts:
         """True if a warpgroup starts a WGMMA before it has added the previous one (promoted_sm90). Only then may scales
         differ along K. The warpgroup has 64 rows, and registers for two such WGMMAs."""
         cfg = self.config
-        if not self.promotes or self.path != "sm_90" or cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
+        if not self.promotes or self.path != "sm_90" or cfg.waits:
+            return False
+        if cfg.tile_m != 64 * cfg.warps_m or len(self.k_blocks) > 1:
             return False
         if cfg.tile_n <= 128 * cfg.warps_n:
             return self.k_blocks[0] <= 4
@@ -285,10 +292,17 @@ class GemmFacts:
         blocks with a scale each, whose tiles have few K-tiles. Gated kernels were as fast without it. With a heavy
         epilogue, without an epilogue scale, or with blocks of several K-tiles, registers would spill or the WGMMAs be
         serialized. D must be BF16 or FP16: a chunk of the store then has the columns of one WGMMA."""
-        cfg, spec = self.config, self.epilogue
-        scaled = self.block_factors and spec.is_light and bool(spec.scale_m or spec.scale_n)
+        if self.config.schedule:
+            return self.config.schedule == OVERLAP_STORE
+        spec = self.epilogue
+        return self.may_overlap_store and spec.is_light and bool(spec.scale_m or spec.scale_n)
+
+    @property
+    def may_overlap_store(self) -> bool:
+        """True if the first K-tile may accumulate in place, and a chunk of the store has the columns of one WGMMA."""
+        cfg = self.config
         alone = cfg.split == cfg.consumer_groups == 1 and self.out_bytes == 2 and cfg.store_row == 128
-        return self.a_in_registers and scaled and alone and self.k_tiles_per_block == 1
+        return self.a_in_registers and self.block_factors and alone and self.k_tiles_per_block == 1
 
     @property
     def gate_apart(self) -> bool:

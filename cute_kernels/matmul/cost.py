@@ -44,6 +44,8 @@ def cost(cfg: GemmConfig, problem: Problem, sms: int, l2_bytes_per_clock: float 
     if cfg.cluster_m * cfg.cluster_n > 1 and problem.width == 2 and k_tiles > cfg.stages:
         load = max(load, MULTICAST_LATENCY / (cfg.stages * cfg.rings))
     loop = k_tiles * max(mma / problem.mma_rate, load)
+    if cfg.consumer_groups > cfg.rings and problem.promotes or cfg.schedule:  # not measured yet
+        loop += LAST_RESORT
     return persistent(cfg, problem, sms, row_tiles(cfg, problem.extents, problem.block), loop)
 
 

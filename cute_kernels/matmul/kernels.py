@@ -34,7 +34,7 @@ def mainloop_for(facts: GemmFacts, issue: IssueSS) -> InPlaceSm90:
         return InPlaceSm90(issue)
     if facts.overlaps_store:
         return FirstInPlaceSm90(issue, BothBanks(), facts.grouped)
-    if issue.waits or not facts.takes_turns:
+    if not facts.takes_turns:
         return PromotedSm90(issue, BlockFactors() if facts.block_factors else NoFactors())
     factors = One()
     if facts.epilogue.scales_blocks:

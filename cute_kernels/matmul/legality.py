@@ -7,7 +7,7 @@ to it.
 from ..arch import MMA_M
 from ..runtime.families import family_of
 from ..tile.element import element_of
-from .config import BARRIER_BYTES, GemmFacts
+from .config import BARRIER_BYTES, OVERLAP_STORE, GemmFacts
 
 # Registers of an sm_80 kernel besides accumulators and fragments. Compiled with 16 warps, 64 of accumulators and
 # fragments take 98 registers in all, and 112 spill out of 128; with 4 warps, 208 of them fit into 255.
@@ -37,7 +37,7 @@ def general(facts: GemmFacts) -> str:
         return reason
     if reason := majors(facts):
         return reason
-    if any(n < 1 for n in vars(cfg).values()):
+    if any(n < 1 for n in vars(cfg).values() if isinstance(n, int)):
         return f"{cfg}: every count must be at least 1"
     if reason := _gated(facts):
         return reason
@@ -79,8 +79,11 @@ def _promoted(facts: GemmFacts) -> str:
     if facts.path == "sm_80":  # the compiler starts the MMAs of all steps of a period, and spills
         refused = "promoted accumulation with K-tiles of several lengths leaves no registers"
         return refused if len(facts.k_blocks) > 1 else ""
-    if cfg.consumer_groups > cfg.rings:
-        return "promoted accumulation in a ping-pong kernel with one ring: while one group adds, none would multiply"
+    if cfg.consumer_groups > cfg.rings and not facts.a_in_registers:
+        return (
+            "promoted accumulation in a ping-pong kernel requires tiles of 64 rows and several WGMMAs a K-tile (128 "
+            "bytes): otherwise, while one group adds, none would multiply"
+        )
     if cfg.tile_n // cfg.warps_n > 128 and cfg.tile_n // cfg.warps_n % 128:
         return f"{cfg.tile_n // cfg.warps_n} columns a warpgroup: promoted accumulation needs at most 128 or a multiple"
     return ""
@@ -361,6 +364,11 @@ def _schedule_sm90(facts: GemmFacts) -> str:
         return (
             f"{cfg.warps_m * cfg.warps_n * cfg.consumer_groups} consumer warpgroups: the register budgets, and the "
             "barriers that order two consumer groups, require exactly two"
+        )
+    if cfg.schedule and (cfg.schedule != OVERLAP_STORE or not facts.may_overlap_store):
+        return (
+            f'schedule={cfg.schedule!r}: it must be "", or "{OVERLAP_STORE}" for FP8 blocks with a scale each and one '
+            "K-tile, in a cooperative kernel with A in registers and an output of 16 bits"
         )
     if cfg.stages < 2:
         return "one stage: a K-tile is released after the next one has been issued"

@@ -64,6 +64,11 @@ class Problem:
         """Bytes per element of A and B."""
         return self.element.width
 
+    @property
+    def promotes(self) -> bool:
+        """True if partial sums are promoted to FP32, unless the kernel converts FP8 operands to FP16."""
+        return self.promoted or self.width == 1 and not self.use_fast_accum
+
 
 def listed_at_random(density: float, block: BlockFacts, rows: int) -> float:
     """Expected fraction of block columns in which `rows` rows of a random pattern have a block."""

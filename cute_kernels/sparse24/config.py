@@ -130,14 +130,9 @@ def of_shape(kind: type, shape: tuple, spec: ArchSpec, element: Element, rings: 
 
 def clocks(cfg: Sparse24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
     """Estimated clocks, like cost.cost with the K-tiles of `k_tile_clocks`."""
-    k_tile = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, promotes(problem))
+    k_tile = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, problem.promotes)
     loop = max(1.0, problem.extents.K / cfg.tile_k) * max(k_tile)
     return cost.persistent(cfg, problem, sms, cost.row_tiles(cfg, problem.extents, None), loop)
-
-
-def promotes(problem: Problem) -> bool:
-    """True if partial sums of K-tiles are promoted to FP32."""
-    return problem.width == 1 and not problem.use_fast_accum
 
 
 def k_tile_clocks(

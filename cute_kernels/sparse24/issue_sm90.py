@@ -41,7 +41,6 @@ LINE = 128  # bytes of B's swizzled row, where it is K-major
 class IssueSparse24(IssueSS):
     """A 2:4 sparse A and its metadata in shared memory; B's columns of a warpgroup are at most 256."""
 
-    waits = True
     stored = KEPT
 
     def __init__(self, facts):

@@ -19,7 +19,6 @@ from cute_kernels.sparse24.config import (
     k_tile_clocks,
     of_shape,
     of_stored_halves,
-    promotes,
 )
 from cute_kernels.sparse24.format import SLAB, SPAN
 from cute_kernels.tile.element import BITS_16, Element, element_of
@@ -112,7 +111,7 @@ def candidates(block: BlockFacts, spec: ArchSpec, element: Element) -> list[Bsr2
 def clocks(cfg: Bsr24Config, problem: Problem, sms: int, l2_bytes_per_clock: float) -> float:
     """Estimated clocks, like cost.cost with the K-tiles of sparse24.config. Loads continue while a cooperative kernel
     stores: its ring is full again when the store is done."""
-    products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, promotes(problem))
+    products, loads = k_tile_clocks(cfg, problem.width, l2_bytes_per_clock, problem.promotes)
     k_tiles = max(1.0, problem.density * problem.extents.K / cfg.tile_k)
     hidden = 0.0
     if cfg.consumer_groups == 1:

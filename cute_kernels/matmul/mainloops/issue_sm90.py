@@ -29,7 +29,6 @@ class IssueSS:
     """Operands in shared memory."""
 
     a_in_registers = False
-    waits = False  # True if `multiply` waits for its WGMMAs
     stored = 1  # columns of A per stored column: 2 for 2:4 sparsity
     metadata_bytes = 0  # of A per stage; the metadata of all stages lies behind A's ring
     partial_steps = PARTIAL_STEPS
