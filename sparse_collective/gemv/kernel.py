@@ -33,6 +33,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.epilogue import formula
+from cute_kernels.matmul.epilogue.chunk import Chunk
 from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 from cute_kernels.tile.ampere import mma_op
 from cute_kernels.tile.ptx import load_elements, load_vector, opaque
@@ -59,7 +60,7 @@ class SkinnyKernel:
 
     def __init__(self, facts: GemmFacts):
         cfg = facts.config
-        self.facts, self.cfg = facts, cfg
+        self.facts, self.cfg, self.epilogue = facts, cfg, formula.Epilogue(facts.epilogue)
         self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
         self.threads, self.width = WARP * cfg.warps, facts.element.width
         self.mmas_m, self.mmas_n = cfg.tile_m // 16, cfg.tile_n // 8
@@ -309,13 +310,14 @@ class SkinnyKernel:
                 for w in range_constexpr(1, cfg.warps):
                     rD[0] = rD[0] + sSum[i, j, w]
                 rZ = cute.make_rmem_tensor(1, Float32) if const_expr(self.facts.epilogue.stores_z) else None
-                formula.apply(self.facts.epilogue, args, rD, [coord], extent, (row, l, k_tiles.l), None, rZ)
+                chunk = Chunk(args, rD, [coord], extent, (row, l, k_tiles.l), None, rZ, rMax)
+                self.epilogue.apply(chunk)
                 if const_expr(self.facts.narrow):
-                    formula.quantize(self.facts.epilogue, args, rD, [coord], extent, rMax)
+                    self.epilogue.quantize(chunk)
                     formula.store_bytes(rD, [coord], mD, extent, (row, l), self.facts.out_dtype)
                 else:
                     mD[coord[0], coord[1], row, l] = rD[0].to(self.out_dtype)
                 if const_expr(self.facts.epilogue.stores_z):
                     args.z[coord[0], coord[1], row, l] = rZ[0].to(self.out_dtype)
         if const_expr(self.facts.narrow):
-            formula.store_amax(self.facts.epilogue, args, rMax)
+            self.epilogue.finish(args, rMax)

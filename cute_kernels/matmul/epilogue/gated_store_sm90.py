@@ -30,7 +30,8 @@ from ...tile.hopper import WARPGROUP
 from ...tile.ptx import load_volatile
 from ...traced.activations import ACTIVATIONS
 from ..contexts import StoreCtx
-from . import formula
+from .chunk import Chunk
+from .formula import Epilogue
 from .store_sm90 import SLAB_M, StoreSm90
 
 WORDS = VECTOR_BYTES // 4  # of a vector
@@ -43,6 +44,7 @@ class GatedStoreSm90(StoreSm90):
         super().__init__(facts, group_n, dtype)
         self.activation = self.spec.activation
         self.spec = replace(self.spec, activation=None, gated=False)  # the terms of the plain GEMM
+        self.epilogue = Epilogue(self.spec)
         self.values = SLAB_M * self.epi_n // WARPGROUP  # per chunk and thread
         self.vectors = self.values * dtype.width // 8 // VECTOR_BYTES
 
@@ -130,7 +132,7 @@ class GatedStoreSm90(StoreSm90):
             x = acc[e * self.values + v]
             rD[v] = x if one is None else x * one
         self.multiply(rD, None, columns, 0)
-        formula.apply(self.spec, args, rD, [], extent, outer)  # no remaining term reads the coordinates
+        self.epilogue.apply(Chunk(args, rD, [], extent, outer))  # no remaining term reads the coordinates
         rZ.store(rD.load().to(self.dtype))
         return rZ
 

@@ -22,6 +22,7 @@ from cutlass.cute.typing import AddressSpace
 from ...tile.ampere import WARP
 from ...tile.fp8 import packed, store_halves, turned
 from . import formula
+from .chunk import Chunk
 
 SLAB = 16  # rows of one MMA; also the columns of two, whose rows one slab of an m-major D is made of
 
@@ -31,7 +32,7 @@ class StoreSm80:
 
     def __init__(self, facts, dtype):
         cfg = facts.config
-        self.spec = facts.epilogue
+        self.spec, self.epilogue = facts.epilogue, formula.Epilogue(facts.epilogue)
         self.dtype = dtype
         self.tile_m, self.tile_n = cfg.tile_m, cfg.tile_n
         self.span_m, self.span_n = cfg.tile_m // cfg.warps_m, cfg.tile_n // cfg.warps_n  # of one warp
@@ -91,7 +92,7 @@ class StoreSm80:
                     if const_expr(self.spec.stores_z):
                         self.flush(args.z, buffer + self.slab_bytes, extent, origin, tile, lane, slab)
         if const_expr(self.narrow):
-            formula.store_amax(self.spec, args, rMax)
+            self.epilogue.finish(args, rMax)
 
     @cute.jit
     def store_chunk(
@@ -116,9 +117,10 @@ class StoreSm80:
         for v in range_constexpr(4 * count):
             rD[v] = acc[v % 4, first[0], first[1] + v // 4].to(Float32)
         rZ = cute.make_rmem_tensor(4 * count, Float32) if const_expr(self.spec.stores_z) else None
-        formula.apply(self.spec, args, rD, cD, extent, tile[2:], None, rZ)
+        chunk = Chunk(args, rD, cD, extent, tile[2:], None, rZ, rMax)
+        self.epilogue.apply(chunk)
         if const_expr(self.narrow):
-            formula.quantize(self.spec, args, rD, cD, extent, rMax)
+            self.epilogue.quantize(chunk)
         for r, m in [(rD, mD), (rZ, args.z)][: self.outs]:
             if const_expr(not self.vectorised):
                 self.store_direct(r, cD, m, extent, tile[2:])

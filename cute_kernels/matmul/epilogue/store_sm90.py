@@ -29,6 +29,7 @@ from ...tile.hopper import WARPGROUP
 from ...tile.ptx import load_volatile
 from ..contexts import StoreCtx
 from . import formula
+from .chunk import Chunk
 from .formula import coordinates
 
 SLAB_M = 64  # rows of one WGMMA
@@ -79,6 +80,7 @@ class StoreSm90:
         self.piece = PIECE // (1 + any(self.each))
         rest = (None if each else kind for each, kind in zip(self.each, (self.spec.scale_m, self.spec.scale_n)))
         self.spec = replace(self.spec, **dict(zip(("scale_m", "scale_n"), rest)))
+        self.epilogue = formula.Epilogue(self.spec)
         self.chunks = group_n // self.epi_n  # of a slab
         self.boxes = cfg.boxes_b
         self.per_box = cfg.tile_n // self.boxes // self.epi_n  # chunks
@@ -181,7 +183,8 @@ class StoreSm90:
                 elif const_expr(self.spec.stores_z):
                     parts = [rD, cute.make_rmem_tensor(piece, Float32)]
                 rZ = parts[1] if const_expr(self.spec.stores_z) else None
-                formula.apply(self.spec, args, rD, cD, extent, outer, factor, rZ)
+                piece_of_d = Chunk(args, rD, cD, extent, outer, factor, rZ, rMax)
+                self.epilogue.apply(piece_of_d)
                 if const_expr(self.gated):
                     for v in range_constexpr(piece):
                         rD[v] = rD[v] * acc[at + self.chunks * values + first + v]
@@ -189,7 +192,7 @@ class StoreSm90:
                 if const_expr(self.boxes > 1 and not self.tma):
                     there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
                 if const_expr(self.narrow):
-                    formula.quantize(self.spec, args, rD, cD, there, rMax)
+                    self.epilogue.quantize(replace(piece_of_d, extent=there))
                 if const_expr(self.tma and self.narrow):
                     for v in range_constexpr(0, piece, 4):
                         rOuts[0][(first + v) // 4] = packed(rD, v, self.out_dtype)
@@ -211,7 +214,7 @@ class StoreSm90:
         if const_expr(following is not None):
             following.wait()
         if const_expr(self.narrow):
-            formula.store_amax(self.spec, args, rMax)
+            self.epilogue.finish(args, rMax)
 
     def scales(self, i: int, args: formula.EpilogueArgs, corner: tuple, l: Int32, rank, loaded: dict) -> tuple:
         """(row scales, column scales) of this CTA's i-th chunk; None for an operand without them.
