@@ -1,4 +1,4 @@
-"""Block-sparse matrices and products of 8-bit floats: scales of blocks, conversions, refusals, kernels."""
+"""FP8 BsrMatrix, and its GEMM beyond the conformance cases: scales, conversions, copies, plans, errors."""
 
 import copy
 import pickle
@@ -8,19 +8,17 @@ import torch
 
 from cute_kernels import explain, gemm, quantize
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
-from cute_kernels.tile.element import element_of
+from cute_kernels.matmul.config import EpilogueSpec
+from cute_kernels.testing.reference import poisoned
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul, random_bsr, sddmm
 from sparse_collective.bsr_gemm import catalogue
 from sparse_collective.bsr_gemm.family import BSR
 from sparse_collective.nn import BsrLinear
 
 from ..compiled import inspect_compiled
-from ..cute_kernels.test_fp8 import numbers
-from ..emulator import emulate
-from ..emulator.ops import needs_compiler, on_emulator
-from ..fp8_parts import assert_as_tensor_cores, compiled, some
+from ..gemm_calls import check, dense_matrix
+from ..gemm_errors import numbers
+from ..kernel_selection import one_of_each
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -56,15 +54,6 @@ def batches(per="block") -> list[BsrMatrix]:
     return [shared, own.with_values(own.values, scales_of(per, own))]
 
 
-def wide(W: BsrMatrix, dtype=FP64) -> torch.Tensor:
-    """W of the dequantised values, dense."""
-    values = W.values.to(dtype)
-    if W.scales is not None:
-        values = values * (W.scales if W.scales.shape == (1,) else W.scales[..., None, None]).to(dtype)
-    on_cpu = W.to("cpu")  # where products may be of fp64
-    return on_cpu.with_values(values.cpu()).to_dense().to(W.device)
-
-
 def operand(op, W: BsrMatrix, n: int, kind: str, *, batch=(), layout="k"):
     """(x or b, its scale): scales of tokens or columns ("each"), of all ("tensor"), or none; b contiguous along K."""
     x = numbers(*batch, n, W.shape[-1], dtype=W.dtype, device=W.device)
@@ -79,23 +68,9 @@ def run(op, W, b, scale, **terms):
     return op(b, W, scale_x=scale, **terms) if op is bsr_linear else op(W, b, scale_b=scale, **terms)
 
 
-def exact_of(op, W, b, scale, *, dtype=FP64, bias=None, activation=None, residual=None):
-    b = b.to(dtype) if scale is None else b.to(dtype) * scale.to(dtype)
-    x = torch.matmul(b, wide(W, dtype).mT) if op is bsr_linear else torch.matmul(wide(W, dtype), b)
-    x = x if bias is None else x + bias.to(dtype)
-    return ACTIVATIONS[activation](x if residual is None else x + residual.to(dtype))
-
-
-def check(op, W, b, scale, *, fast=False, device="cpu", out=None, **terms):
-    """A product against fp64: as torch errs in fp32, but for what tensor cores of a GPU round (see test_float8)."""
-    ours = run(op, W, b, scale, out=out, use_fast_accum=fast, **terms)
-    exact = exact_of(op, W, b, scale, **terms)
-    if device == "cpu":
-        assert_as_good_as_torch(ours, exact, exact_of(op, W, b, scale, dtype=FP32, **terms).to(ours.dtype), k=b.numel())
-        return ours
-    dense, b = wide(W), b.double() if scale is None else b.double() * scale.double()
-    assert_as_tensor_cores(ours, exact, *((b, dense.mT) if op is bsr_linear else (dense, b)), fast=fast)
-    return ours
+def checked(op, W, b, scale=None, **terms):
+    """gemm_calls.check of a call; returns the plan."""
+    return check(op, b, W, scale_x=scale, **terms) if op is bsr_linear else check(op, W, b, scale_b=scale, **terms)
 
 
 # -- the matrix -----------------------------------------------------------------------------------------------------
@@ -130,7 +105,7 @@ def test_quantize_without_blocks():
 @PER
 def test_copies_and_views_keep_scales(dtype, per, tmp_path):
     W = sparse(per=per, dtype=dtype)
-    exact, dense = wide(W), wide(W, FP32)
+    exact, dense = dense_matrix(W, FP64), dense_matrix(W, FP32)
     torch.save(W, tmp_path / "W.pt")
     for copied in (
         pickle.loads(pickle.dumps(W)), torch.load(tmp_path / "W.pt", weights_only=True), copy.copy(W), copy.deepcopy(W),
@@ -138,9 +113,9 @@ def test_copies_and_views_keep_scales(dtype, per, tmp_path):
         pickle.loads(pickle.dumps(W.t())).t(), BsrMatrix.stack([W, W]).unbind()[1],
     ):  # fmt: skip
         assert copied.dtype == dtype and (per is None or copied.scales is not None)
-        assert torch.equal(wide(copied), exact) and copied.t().shape == W.shape[::-1]
+        assert torch.equal(dense_matrix(copied, FP64), exact) and copied.t().shape == W.shape[::-1]
         assert torch.equal(copied.to_dense().float(), dense)
-    assert torch.equal(wide(W.t()), exact.t()) and torch.equal(W.t().to_dense().float(), dense.t())
+    assert torch.equal(dense_matrix(W.t(), FP64), exact.t()) and torch.equal(W.t().to_dense().float(), dense.t())
     assert torch.equal(W.float().to_dense(), dense) and W.float().scales is None
     assert W.to(BF16).dtype == BF16 and torch.equal(W.to(BF16).to_dense(), dense.to(BF16))
 
@@ -149,11 +124,11 @@ def test_scales_of_items():
     for per in (None, "tensor", "block"):
         for batch in batches(per):
             items = batch.unbind()
-            assert torch.equal(torch.stack([wide(item) for item in items]), wide(batch))
-            assert torch.equal(batch.float().to_dense(), wide(batch, FP32))
-            assert torch.equal(wide(batch.t()), wide(batch).mT)
+            assert torch.equal(torch.stack([dense_matrix(item, FP64) for item in items]), dense_matrix(batch, FP64))
+            assert torch.equal(batch.float().to_dense(), dense_matrix(batch, FP32))
+            assert torch.equal(dense_matrix(batch.t(), FP64), dense_matrix(batch, FP64).mT)
     mixed = [sparse(per=per) for per in (None, "tensor", "block")]
-    assert torch.equal(wide(BsrMatrix.stack(mixed)), torch.stack([wide(m) for m in mixed]))
+    assert torch.equal(dense_matrix(BsrMatrix.stack(mixed), FP64), torch.stack([dense_matrix(m, FP64) for m in mixed]))
 
 
 def test_dense_and_torch_conversions():
@@ -164,7 +139,9 @@ def test_dense_and_torch_conversions():
         BsrMatrix.from_dense(W.to_dense().t().contiguous().t(), W.blocksize, density=W.density),
         BsrMatrix.from_torch(W.to_torch()),
     ):
-        assert torch.equal(wide(again), wide(W)) and torch.equal(again.col_indices, W.col_indices)
+        assert torch.equal(dense_matrix(again, FP64), dense_matrix(W, FP64)) and torch.equal(
+            again.col_indices, W.col_indices
+        )
     negative_zeros = torch.zeros(64, 64).to(E4M3).view(torch.uint8).fill_(0x80).view(E4M3)
     assert BsrMatrix.from_dense(negative_zeros, (32, 32)).nnz == 0
     with pytest.raises(ValueError, match="sparse_bsr tensor has no scales; convert W.float"):
@@ -213,50 +190,14 @@ def test_what_a_matrix_refuses():
 
 
 @OPS
-@DTYPES
-@PER
-@pytest.mark.parametrize("kind", ["none", "tensor", "each"])
-def test_products(place, op, dtype, per, kind):
-    for shape, block, n in (((256, 384), (128, 128), 144), ((256, 320), (64, 64), 71), ((96, 192), (32, 96), 24)):
-        W = sparse(shape, block, per=per, dtype=dtype, device=place)
-        b, scale = operand(op, W, n, kind)
-        out = poisoned(*((n, shape[0]) if op is bsr_linear else (shape[0], n)), device=place)
-        assert check(op, W, b, scale, device=place, out=out) is out
-        if per != "block":
-            check(op, W, b, scale, fast=True, device=place)
-
-
-@OPS
-@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_epilogues(place, op, out_dtype, activation):
-    W, n = sparse(device=place), 136
-    b, scale = operand(op, W, n, "each")
-    shape = (n, W.shape[0]) if op is bsr_linear else (W.shape[0], n)
-    out, bias = poisoned(*shape, dtype=out_dtype, device=place), torch.randn(shape[1], device=place)
-    check(op, W, b, scale, device=place, out=out, bias=bias, activation=activation)
-    if op is bsr_matmul:
-        residual = torch.randn(*shape, device=place).to(out_dtype)
-        check(op, W, b, scale, device=place, out=out, bias=bias[:1].expand(256, 1), residual=residual)
-
-
-@OPS
-def test_a_function_of_one_s_own(place, op):
-    W = sparse(device=place)
-    b, scale = operand(op, W, 40, "each")
-    out = run(op, W, b, scale, epilogue=lambda x: torch.tanh(x) * 2.0)
-    assert (out - 2.0 * torch.tanh(exact_of(op, W, b, scale))).abs().max() < 3e-2
-
-
-@OPS
 def test_batches(place, op):
     for batch in batches():
         batch = batch.to(torch.device(place))
         for lead in ((3,), ()):
             for kind in ("none", "tensor", "each"):
-                check(op, batch, *operand(op, batch, 72, kind, batch=lead), device=place)
+                checked(op, batch, *operand(op, batch, 72, kind, batch=lead))
     W = sparse(device=place)
-    check(op, W, *operand(op, W, 24, "each", batch=(2, 3)), device=place)
+    checked(op, W, *operand(op, W, 24, "each", batch=(2, 3)))
 
 
 def test_short_forms_of_scales(place):
@@ -284,12 +225,12 @@ def test_operands_that_are_not_contiguous_along_k_are_copied(device):
     W = sparse(device=device)
     for layout, copies in (("k", 0), ("n", 1)):
         b, scale = operand(bsr_matmul, W, 72, "each", layout=layout)
-        check(bsr_matmul, W, b, scale, device=device)
+        checked(bsr_matmul, W, b, scale)
         assert sum("b is copied" in note for note in explain(bsr_matmul, W, b).notes) == copies
     x = numbers(40, W.shape[1] + 1, device=device)[:, 1:]
-    check(bsr_linear, W, x, None, device=device)
+    checked(bsr_linear, W, x, None)
     assert any("x is copied" in note and "contiguous along K" in note for note in explain(bsr_linear, x, W).notes)
-    check(bsr_linear, W, numbers(W.shape[1], 24, device=device).t(), None, device=device)
+    checked(bsr_linear, W, numbers(W.shape[1], 24).t())
 
 
 def test_known_plans_are_not_confused(device):
@@ -299,8 +240,8 @@ def test_known_plans_are_not_confused(device):
     for W in matrices * 2:
         for kind in ("none", "tensor", "each"):
             _, scale = operand(bsr_linear, W, 40, kind)
-            check(bsr_linear, W, x, scale, device=device)
-        check(bsr_linear, W.to(BF16), x.float().to(BF16), None, device=device)
+            checked(bsr_linear, W, x, scale)
+        checked(bsr_linear, W.to(BF16), x.float().to(BF16), None)
 
 
 # -- plans and refusals ---------------------------------------------------------------------------------------------
@@ -444,10 +385,13 @@ def test_opcheck(where):
 
 KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.float8_kernels(BSR, name, False)]
 SCALED = [(n, f) for n, f in KERNELS if f.block.scaled and f.epilogue == EpilogueSpec(scale_n="column")]
+EACH = one_of_each(
+    SCALED, lambda f: (f.arch, f.begins_ahead, f.takes_turns, f.block.bk % 128), lambda kernel: kernel[1]
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("facts", compiled(some(SCALED, lambda kernel: kernel[1])))
+@pytest.mark.parametrize("facts", [pytest.param(f, id=str(f.config), marks=getattr(pytest.mark, n)) for n, f in EACH])
 def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
     """Those of blocks are in the additions. What else is asked of kernels, test_kernels_compile judges."""
     outcome = outcome_of(inspect_compiled, facts)
@@ -458,90 +402,7 @@ def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
     assert codes.get("FADD", 0) < sums and codes["FMUL"] <= sums + first
 
 
-def configurations(arch: str) -> list:
-    """(block, facts) of each configuration that promotes, with a scale for each block and each token."""
-    spec, element = ARCHS[arch], element_of("float8_e4m3fn")
-    terms = {
-        "dtype": "float8_e4m3fn",
-        "aligns": (16, 16, 8),
-        "epilogue": EpilogueSpec(scale_n="column"),
-        "scaled": True,
-    }
-    found = []
-    for block in ((128, 128), (64, 64), (128, 96), (512, 224), (32, 32), (128, 256)):
-        configs = BSR.candidates(spec.path, BlockFacts(*block, "int32"), spec, element)
-        made = [catalogue.linear(spec, spec.path, config, block, **terms) for config in configs]
-        made = [facts for facts in made if not BSR.unsupported(facts)]
-        found += made if block in ((128, 128), (64, 64)) else made[:1]
-    return [pytest.param(facts, id=f"{facts.block.bm}x{facts.block.bk}, {facts.config.short}") for facts in some(found)]
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", [*configurations("sm_90"), *configurations("sm_89")])
-def test_configurations_on_the_emulator(facts):
-    """Blocks of several K-tiles, empty rows, columns beyond the last tile."""
-    (bm, bk), n = (facts.block.bm, facts.block.bk), facts.config.tile_n * facts.config.cluster_n + 40
-    W = sparse((4 * bm, 5 * bk), (bm, bk))
-    x, scale = operand(bsr_linear, W, n, "each")
-    d = poisoned(n, W.shape[0])
-    pattern = W.crow_indices, W.col_indices, None, None, None
-    with emulate.emulator(sms=4):
-        emulate.emulated(facts)(
-            *pattern, W.values, x, d, W.scales, scale.t(), None, None, None, 1.0, 0.0, *facts.counts(1, 4)
-        )  # fmt: skip
-    given = bsr_linear, W, x, scale
-    assert_as_good_as_torch(d, exact_of(*given), exact_of(*given, dtype=FP32).to(BF16), k=W.shape[1])
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_90", E5M2), ("sm_89", E4M3)], ids=["sm_90", "sm_89"])
-def test_calls_on_the_emulator(arch, dtype):
-    """Uneven and even patterns, with copies, every kind of scale, batches, a bias and fast sums."""
-    with on_emulator(arch, sms=4):
-        for op, per, kind, block in (
-            (bsr_linear, "block", "each", (64, 64)),
-            (bsr_linear, "tensor", "tensor", (128, 128)),
-            (bsr_matmul, "block", "tensor", (128, 64)),
-            (bsr_matmul, None, "each", (32, 96)),
-        ):
-            W = sparse((256, 384), block, per=per, dtype=dtype)
-            b, scale = operand(op, W, 72, kind, layout="n")
-            bias = torch.randn(256 if op is bsr_linear else 72)
-            check(op, W, b, scale, bias=bias, activation="gelu")
-            if per != "block":
-                check(op, W, b, scale, fast=True, out=poisoned(*exact_of(op, W, b, scale).shape, dtype=FP32))
-        even = random_bsr((256, 384), (64, 64), per_row=3).quantize(dtype)
-        check(bsr_linear, even, *operand(bsr_linear, even, 200, "each"))
-        for batch in batches():
-            batch = batch.float().quantize(dtype)
-            check(bsr_linear, batch, *operand(bsr_linear, batch, 72, "each", batch=(3,)))
-            check(bsr_matmul, batch, *operand(bsr_matmul, batch, 72, "tensor"))
-
-
 # -- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@OPS
-@DTYPES
-@PER
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (512, 224), (32, 32), (64, 256)], ids=str)
-def test_large_products(op, dtype, per, block):
-    """Of few and many tokens; the same bits each time."""
-    W = random_bsr((block[0] * 16, block[1] * 24), block, density=0.3, device="cuda")
-    W = W.to(dtype) if per is None else W.quantize(dtype, per)
-    for n in (1, 16, 64, 200, 1536):
-        b, scale = operand(op, W, n, "each")
-        shape = (n, W.shape[0]) if op is bsr_linear else (W.shape[0], n)
-        terms = {"bias": torch.randn(shape[1], device="cuda"), "activation": "gelu"}
-        out, again = poisoned(*shape, device="cuda"), poisoned(*shape, device="cuda")
-        check(op, W, b, scale, device="cuda", out=out, **terms)
-        run(op, W, b, scale, out=again, **terms)
-        assert torch.equal(out, again)
-        if per != "block":
-            check(op, W, b, scale, fast=True, device="cuda", out=poisoned(*shape, device="cuda"), **terms)
 
 
 @pytest.mark.gpu

@@ -1,34 +1,23 @@
-"""Grouped products of 8-bit floats: scales of tokens and of blocks, runs of any item, both kinds of sums, kernels."""
+"""Grouped FP8 GEMM beyond the conformance cases: offsets, padding, plans, errors, torch.compile."""
 
 import pytest
 import torch
 
 from cute_kernels import explain, quantize
 from cute_kernels.arch import ARCHS
-from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
-from cute_kernels.testing.reference import ACTIVATIONS, assert_as_good_as_torch, poisoned
-from cute_kernels.tile.element import element_of
+from cute_kernels.testing.reference import poisoned
 from sparse_collective import BsrMatrix, bsr_grouped_linear, bsr_linear
-from sparse_collective.bsr_gemm import catalogue
-from sparse_collective.bsr_gemm.family import BSR
 
-from ..cute_kernels.test_fp8 import numbers
-from ..emulator import emulate
-from ..emulator.ops import needs_compiler, on_emulator
-from ..fp8_parts import assert_as_tensor_cores, some
-from .test_fp8_bsr import scales_of, sparse, wide
+from ..gemm_calls import check
+from ..gemm_errors import numbers
+from .test_fp8_bsr import scales_of, sparse
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ITEMS = 4
 GROUPS = [0, 0, 2, 2, 2, 3]  # of uneven lengths; item 1 has no tokens
-OUTSIDE = [-1, 3, 4, 0, 2**31 - 1, -(2**31)]  # padding: nothing is multiplied, the bias is the nearest item's
-BLOCKS = [((256, 256), (128, 128)), ((128, 320), (64, 64)), ((256, 192), (128, 64))]
 
-DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 FORMS = pytest.mark.parametrize("form", ["values", "patterns"])
-PER = pytest.mark.parametrize("per", [None, "tensor", "block"])
-KINDS = pytest.mark.parametrize("kind", ["none", "tensor", "each"])
 ON_ARCHS = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ("sm_89", "sm_90")])
 ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -59,73 +48,14 @@ def tokens(W: BsrMatrix, count: int, kind: str = "each") -> tuple:
     return x, {"each": each, "tensor": each.flatten()[:1], "none": None}[kind]
 
 
-def factors_of(x, W, groups, scale, dtype=FP64) -> tuple:
-    """Dequantised, run by run: x (runs, rows, K) and the transposes of W's items (runs, K, M), zeros where none is."""
-    x = x.to(dtype) if scale is None else x.to(dtype) * scale.to(dtype).reshape(-1, 1)
-    nearest = groups.clamp(0, W.shape[0] - 1).long()
-    W = wide(W, dtype)[nearest] * (groups == nearest).to(dtype)[:, None, None]
-    return x.unflatten(0, (len(groups), -1)), W.mT
-
-
-def exact_of(x, W, groups, scale, *, bias=None, activation=None, epilogue=None, dtype=FP64) -> torch.Tensor:
-    left, right = factors_of(x, W, groups, scale, dtype)
-    y = left @ right
-    if bias is not None:
-        of_run = bias if bias.dim() == 1 else bias[groups.clamp(0, W.shape[0] - 1).long()][:, None]
-        y = y + of_run.to(dtype)
-    return (epilogue or ACTIVATIONS[activation])(y).flatten(0, 1)
-
-
-def check(x, W, groups, scale, *, fast=False, out=None, **terms) -> torch.Tensor:
-    """Against fp64, as torch errs in fp32 but for what tensor cores of a GPU drop. Slopes of terms are at most 1.2."""
-    ours = bsr_grouped_linear(x, W, expert_ids=groups, out=out, scale_x=scale, use_fast_accum=fast, **terms)
-    assert out is None or ours is out
-    exact = exact_of(x, W, groups, scale, **terms)
-    if x.is_cuda:
-        runs = (len(groups), -1)
-        factors = factors_of(x, W, groups, scale)
-        assert_as_tensor_cores(ours.unflatten(0, runs), exact.unflatten(0, runs), *factors, fast=fast)
-    else:
-        by_torch = exact_of(x, W, groups, scale, dtype=FP32, **terms).to(ours.dtype)
-        assert_as_good_as_torch(ours, exact, by_torch, k=W.shape[-1])
-    return ours
-
-
 # -- the op, wherever tensors are -----------------------------------------------------------------------------------
-
-
-@FORMS
-@DTYPES
-@PER
-@KINDS
-def test_products(place, form, dtype, per, kind):
-    for shape, block in BLOCKS:
-        W = experts(form, shape, block, per=per, dtype=dtype, device=place)
-        for groups in (GROUPS, OUTSIDE):
-            x, scale = tokens(W, 64 * len(groups), kind)
-            groups = numbers_of(groups, place)
-            check(x, W, groups, scale, out=poisoned(len(x), shape[0], device=place))
-            if per != "block":
-                check(x, W, groups, scale, fast=True)
-
-
-@FORMS
-@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
-def test_terms_and_outputs(place, form, out_dtype):
-    W = experts(form, device=place)
-    (x, scale), groups = tokens(W, 64 * 6), numbers_of(OUTSIDE, place)
-    for bias in (torch.randn(ITEMS, 128, device=place), torch.randn(128, device=place).to(BF16), None):
-        for activation in ("silu", "gelu", None):
-            out = poisoned(len(x), 128, dtype=out_dtype, device=place)
-            check(x, W, groups, scale, bias=bias, activation=activation, out=out)
-    terms = {"bias": torch.randn(ITEMS, 128, device=place), "epilogue": lambda v: v * 0.5 + 1.0}
-    check(x, W, groups, scale, **terms, out=poisoned(len(x), 128, dtype=FP32, device=place))
 
 
 def test_operands_of_any_strides_and_scales_of_any_shape(place):
     W, groups = experts(device=place), numbers_of(GROUPS, place)
     x, scale = tokens(W, 64 * 6)
-    right = check(x, W, groups, scale)
+    check(bsr_grouped_linear, x, W, expert_ids=groups, scale_x=scale)
+    right = bsr_grouped_linear(x, W, expert_ids=groups, scale_x=scale)
     scattered = torch.stack([x.view(torch.uint8)] * 2, -1)[..., 0].view(x.dtype)
     spread = torch.stack([scale, -scale], -1)[..., 0]
     for other, each in ((x.t().contiguous().t(), scale), (scattered, scale), (x, scale[:, 0]), (x, spread)):
@@ -135,7 +65,9 @@ def test_operands_of_any_strides_and_scales_of_any_shape(place):
 def test_offsets_are_groups(place):
     W = experts(device=place)
     x, scale = tokens(W, 64 * 6)
-    right = check(x, W, numbers_of(GROUPS, place), scale)
+    groups = numbers_of(GROUPS, place)
+    check(bsr_grouped_linear, x, W, expert_ids=groups, scale_x=scale)
+    right = bsr_grouped_linear(x, W, expert_ids=groups, scale_x=scale)
     routing = {"offs": numbers_of([128, 128, 320, 384], place), "group_rows": 64}
     assert torch.equal(bsr_grouped_linear(x, W, scale_x=scale, **routing), right)
 
@@ -170,7 +102,7 @@ def test_scales_of_items():
     W, groups = BsrMatrix.stack(items), numbers_of(GROUPS)
     assert W.scales.shape == (W.nnz,)
     x, scale = tokens(W, 64 * 6)
-    y = check(x, W, groups, scale)
+    y = bsr_grouped_linear(x, W, expert_ids=groups, scale_x=scale)
     for run, item in enumerate(GROUPS):
         rows = slice(64 * run, 64 * (run + 1))
         torch.testing.assert_close(y[rows], bsr_linear(x[rows], items[item], scale_x=scale[rows]))
@@ -179,7 +111,7 @@ def test_scales_of_items():
 @pytest.mark.parametrize("form", ["values", "patterns"])
 def test_views_on_the_cpu(form):
     W, groups = experts(form).t(), numbers_of(GROUPS)
-    check(*tokens(W, 64 * 6)[:1], W, groups, None)
+    check(bsr_grouped_linear, tokens(W, 64 * 6)[0], W, expert_ids=groups)
 
 
 # -- plans and refusals ---------------------------------------------------------------------------------------------
@@ -316,103 +248,7 @@ def test_opcheck(where, form):
         torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))
 
 
-# -- kernels --------------------------------------------------------------------------------------------------------
-
-
-def configurations(arch: str) -> list:
-    """Each configuration, with a scale for each block, and one for W where it keeps its sums in the tensor cores."""
-    spec, element, found = ARCHS[arch], element_of("float8_e4m3fn"), []
-    usual = {"dtype": "float8_e4m3fn", "aligns": (16, 16, 8), "batch": "values", "ranks": (4, 2, 2)}
-    kinds = (
-        {"epilogue": EpilogueSpec(bias="row", bias_dtype="float32", bias_items=True, scale_n="column"), "scaled": True},
-        {"epilogue": EpilogueSpec(scale_m="tensor", scale_n="column"), "use_fast_accum": True},
-    )
-    for block in ((128, 128), (64, 64), (128, 64)):
-        for kind in kinds:
-            for config in BSR.candidates(spec.path, BlockFacts(*block, "int32", run=512), spec, element):
-                run = config.tile_n * config.cluster_n * (2 if config.tile_n < 128 else 1)
-                facts = catalogue.linear(spec, spec.path, config, block, **usual, **kind, run=run)
-                found += [] if BSR.unsupported(facts) else [facts]
-    fast = {True: ", fast", False: ""}
-    return [
-        pytest.param(f, id=f"{f.block.bm}x{f.block.bk}, {f.config.short}{fast[f.use_fast_accum]}") for f in some(found)
-    ]
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("facts", [*configurations("sm_90"), *configurations("sm_89")])
-def test_configurations_on_the_emulator(facts):
-    """Runs of one and of two tiles, of an item twice, of another one, and of none."""
-    (bm, bk), scaled = (facts.block.bm, facts.block.bk), facts.block.scaled
-    W = experts("values", (3 * bm, 3 * bk), (bm, bk), per="block" if scaled else "tensor")
-    groups = numbers_of([2, 2, ITEMS, 0])
-    x, scale = tokens(W, len(groups) * facts.block.run)
-    d, bias = poisoned(len(x), W.shape[1]), torch.randn(ITEMS, W.shape[1]) if scaled else None
-    pattern = W.crow_indices, W.col_indices, None, groups, None
-    with emulate.emulator(sms=4):
-        emulate.emulated(facts)(
-            *pattern, W.values, x, d, W.scales.flatten(), scale.t(), bias, None, None, 1.0, 0.0, *facts.counts(1, 4)
-        )  # fmt: skip
-    given = x, W, groups, scale
-    by_torch = exact_of(*given, bias=bias, dtype=FP32).to(BF16)
-    assert_as_good_as_torch(d, exact_of(*given, bias=bias), by_torch, k=W.shape[-1])
-
-
-@needs_compiler
-@pytest.mark.slow
-@FORMS
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_90", E4M3), ("sm_89", E5M2)], ids=["sm_90", "sm_89"])
-def test_calls_on_the_emulator(arch, dtype, form):
-    """Every kind of scale, copies, orders of work tiles, padding, runs of several lengths, both kinds of sums."""
-    with on_emulator(arch, sms=4):
-        for (shape, block), per, kind, rows in (
-            (BLOCKS[0], "block", "each", 128),
-            (BLOCKS[1], "block", "tensor", 64),
-            (BLOCKS[2], "tensor", "each", 256),
-            (((96, 192), (32, 96)), None, "none", 64),
-        ):
-            W = experts(form, shape, block, per=per, dtype=dtype)
-            groups, bias = numbers_of([3, 0, 0, -7]), torch.randn(ITEMS, shape[0])
-            x, scale = tokens(W, rows * 4, kind)
-            check(x, W, groups, scale, bias=bias, activation="gelu")
-            check(x.t().contiguous().t(), W, groups, scale, out=poisoned(len(x), shape[0], dtype=FP32))
-            if per != "block":
-                check(x, W, groups, scale, fast=True, bias=bias[0])
-
-
-@needs_compiler
-@pytest.mark.slow
-@FORMS
-def test_the_kernel_of_few_tokens_on_the_emulator(form):
-    with on_emulator("sm_80", sms=4):
-        for per, kind in (("block", "each"), ("tensor", "tensor"), (None, "none")):
-            W = experts(form, per=per)
-            x, scale = tokens(W, 64 * 4, kind)
-            check(x, W, numbers_of([3, 0, 0, -7]), scale, bias=torch.randn(ITEMS, 128), activation="silu")
-
-
 # -- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@FORMS
-@DTYPES
-@PER
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (512, 224), (32, 32)], ids=str)
-def test_large_products(form, dtype, per, block):
-    """Of runs of each length; the same bits each time, and those of a product for each item."""
-    W = experts(form, (block[0] * 8, block[1] * 12), block, per=per, dtype=dtype, device="cuda")
-    bias = torch.randn(ITEMS, W.shape[1], device="cuda")
-    for rows in (64, 128, 256):
-        groups = numbers_of([0, 0, 1, 3, 3, 3, 2, -1], "cuda")
-        x, scale = tokens(W, rows * len(groups))
-        for fast in (False, True) if per != "block" else (False,):
-            terms = {"bias": bias, "activation": "gelu"}
-            out, again = (poisoned(len(x), W.shape[1], device="cuda") for _ in range(2))
-            check(x, W, groups, scale, fast=fast, out=out, **terms)
-            bsr_grouped_linear(x, W, expert_ids=groups, out=again, scale_x=scale, use_fast_accum=fast, **terms)
-            assert torch.equal(out, again)
 
 
 @pytest.mark.gpu
