@@ -13,6 +13,7 @@ from torch import nn
 from cute_kernels.testing.reference import normal
 from sparse_collective.nn import BsrMixtureOfExperts
 
+from ..sources import ROOT
 from .nn_parts import BF16, blocks_of, layer_of, masked, near
 
 
@@ -255,8 +256,7 @@ def test_two_processes(tmp_path):
         port = str(s.getsockname()[1])
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, str(script), r, "2", port, str(tmp_path / "state")] for r in "01"]
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(c, env=environment, **outputs) for c in commands]

@@ -88,14 +88,12 @@ def make_layers(model: nn.Module, layers: dict[str, dict[str, Any]]) -> None:
             raise TypeError(f"{name} must be an nn.Linear to become a {recorded['kind']}, got {type(linear).__name__}")
         (bm, bk), kind = recorded["blocksize"], KINDS[recorded["kind"]]
         blocks = (linear.out_features // bm) * (linear.in_features // bk)
-        layer: nn.Module = BsrLinear(
+        layer = BsrLinear(
             linear.in_features, linear.out_features, linear.bias is not None, (bm, bk),
             density=recorded["nnz"] / max(1, blocks), activation=recorded.get("activation"),
             device=linear.weight.device, dtype=linear.weight.dtype,
         )  # fmt: skip
-        if kind is Float8BsrLinear:
-            layer = Float8BsrLinear(layer)
-        setattr(parent, child, layer)
+        setattr(parent, child, Float8BsrLinear(layer) if kind is Float8BsrLinear else layer)
 
 
 class BlockSparseQuantizer(HfQuantizer):
@@ -150,7 +148,7 @@ def register_checkpoints() -> None:
         register_quantizer(METHOD)(BlockSparseQuantizer)
 
 
-def prepare_saving(model: nn.Module) -> nn.Module:
+def prepare_saving(model: Any) -> Any:
     """Let save_pretrained record the layers of a model that sparsify_ or quantize_ has changed; returns the model.
 
     Args:
