@@ -1,5 +1,7 @@
 """Selection of the parts of a kernel: its mainloop and its schedule, as objects."""
 
+from typing import Any
+
 from .config import GemmFacts
 from .kernel_sm80 import GemmSm80
 from .kernel_sm90 import GemmSm90
@@ -36,7 +38,7 @@ def mainloop_for(facts: GemmFacts, issue: IssueSS) -> InPlaceSm90:
         return FirstInPlaceSm90(issue, BothBanks(), facts.grouped)
     if not facts.takes_turns:
         return PromotedSm90(issue, BlockFactors() if facts.block_factors else NoFactors())
-    factors = One()
+    factors: Any = One()
     if facts.epilogue.scales_blocks:
         factors = ScaleFactors(facts)
     elif facts.block_factors:
