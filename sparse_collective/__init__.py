@@ -10,9 +10,10 @@ sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradien
 """
 
 from . import torch_functions  # noqa: F401 (importing it makes W @ b a product)
-from .bsr import BsrMatrix, random_bsr
+from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, interleaved, sddmm
+from .random_matrix import random_bsr
 
 __all__ = [
     "Bsr24",

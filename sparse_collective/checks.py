@@ -13,6 +13,7 @@ from cute_kernels.runtime.front import check_supported
 
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
 RUN_MULTIPLE = 64  # rows of a run: the widest tile that every kind of block has a kernel for, and a K-tile of sddmm
 BLOCK_MULTIPLE = 16  # the K extent of a 16-bit tensor-core MMA; also keeps every row of a block 16-byte aligned
 
@@ -91,6 +92,28 @@ def check_dtypes(
 def check_density(density: float) -> None:
     if not 0 <= density <= 1:
         raise ValueError(f"density is {density}; it must be in [0, 1]")
+
+
+def check_extents(
+    crow_indices: Tensor, col_indices: Tensor, values: Tensor, shape: tuple[int, ...], batch: str | None
+) -> None:
+    """Check that the constructor's tensors fit `shape`."""
+    *_, nnz, bm, bk = values.shape
+    rows, cols = block_grid(shape[-2:], (bm, bk))
+    if crow_indices.shape[-1] != rows + 1:
+        raise ValueError(f"crow_indices has {crow_indices.shape[-1]} entries; {rows} rows need {rows + 1}")
+    if len(col_indices) != nnz:
+        raise ValueError(f"col_indices has {len(col_indices)} entries; the {nnz} blocks need {nnz}")
+    items = 1 if batch is None else shape[0]
+    stored = 1 if batch is None else len(values if batch == "values" else crow_indices)
+    if stored != items:
+        name = "values" if batch == "values" else "crow_indices"
+        raise ValueError(f"{name} holds {stored} items, but shape {shape} has {items}")
+    total = items * nnz if batch == "values" else nnz
+    if total > INT32_MAX:
+        raise ValueError(f"{total} blocks do not fit in int32, at most {INT32_MAX}; use larger blocks")
+    if total > items * rows * cols:
+        raise ValueError(f"values has {total} blocks, but shape {shape} has only {items * rows * cols}")
 
 
 def check_scales(scales: Tensor | None, values: Tensor) -> Tensor | None:

@@ -93,7 +93,7 @@ def call(
         epilogue = epilogue_program(op, epilogue)
     if type(W) is not BsrMatrix:
         W = as_bsr(op, W)
-    if W.check and not W.checked:
+    if W.check and not W.pattern.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
     values = W.stored
     tensors = (b, values) if out is None else (b, values, out, *W.indices)
@@ -113,8 +113,8 @@ def call(
         tensors += (amax,)
     try:
         terms = (
-            op, W.key, b.numel(), activation, epilogue, forced_path(), out is None, bias is None, residual is None,
-            expert_ids is None, with_z, scale_b is None, use_fast_accum, type(use_fast_accum),
+            op, W.form, W.pattern.stats, b.numel(), activation, epilogue, forced_path(), out is None, bias is None,
+            residual is None, expert_ids is None, with_z, scale_b is None, use_fast_accum, type(use_fast_accum),
             accumulation_dtype, out_dtype, scale_out is None, amax is None, precision, chained,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # torch raises RuntimeError of a nested tensor's numel()
@@ -145,7 +145,7 @@ def call(
     z = kept = plan.new_out() if with_z else None
     if plan.views:
         b, d, bias, residual, z = viewed((*plan.views, plan.views[1]), b, d, bias, residual, z)
-    if W.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
+    if W.pattern.nnz == 0:  # tensors of extent 0 have no address; crow_indices never points at this one
         values = values.new_zeros(*values.shape[:-3], 1, *values.shape[-2:])
     if values.data_ptr() & 15:
         values = alignment.aligned(values)
@@ -164,26 +164,26 @@ def _scales(plan: Plan, W, scale_b, scale_out, amax) -> tuple:
     if of_w is not None:
         # Without blocks there is one in their place, of a batch of one pattern in each item.
         items = W.shape[0] if W.batch == "values" and W.scaled_per == "block" else 1
-        of_w = of_w.view(-1) if W.nnz else of_w.new_ones(items)
+        of_w = of_w.view(-1) if W.pattern.nnz else of_w.new_ones(items)
     given = (scale_b, scale_out, amax)[: len(plan.scales)]
     return of_w, *viewed(plan.scales, *given)
 
 
 def _launch(plan: Plan, W, values, b, d, scales: tuple, bias, residual, z, expert_ids) -> None:
     """Run the plan's kernel on the tensors as it views them."""
-    family, function, group, order = plan.family, plan.function, plan.group, None
-    ctas = plan.max_ctas if W.even else plan.uneven_ctas
+    family, function, group, order, pattern = plan.family, plan.function, plan.group, None, W.pattern
+    ctas = plan.max_ctas if pattern.even else plan.uneven_ctas
     if plan.tiles and _takes_order(W):
         function, tiles, ctas = plan.ordered or _ordered(plan)
-        order, group = family.work_order(W, tiles), 1
-    pattern = family.pattern(plan.facts, W, order, expert_ids)
-    function(W.crow_indices, *pattern, values, b, d, *scales, bias, residual, z, 1.0, 1.0, group, ctas)
+        order, group = tile_order.order_of(pattern, tiles), 1
+    tables = family.pattern(plan.facts, W, order, expert_ids)
+    function(pattern.crow_indices, *tables, values, b, d, *scales, bias, residual, z, 1.0, 1.0, group, ctas)
 
 
 def _takes_order(W) -> bool:
     """True if a table orders the work tiles, if the plan has `tiles`: for a single pattern, with any number of columns
     or batch items."""
-    return tile_order.ENABLED and not W.even and W.plans is not None and W.batch != "patterns"
+    return tile_order.ENABLED and not W.pattern.even and W.pattern.tables is not None and W.batch != "patterns"
 
 
 def under_autocast(op: str, W, b, residual, out_dtype) -> tuple:

@@ -173,17 +173,18 @@ def beside(t: Tensor) -> Tensor:
 def single(W: BsrMatrix) -> BsrMatrix:
     """The pattern of a batch as one matrix without values: the one that all items share, or all along the diagonal."""
 
-    def make() -> tuple[BsrMatrix]:
-        crow, col, (M, K) = rows_of(W), W.col_indices, W.shape[-2:]
-        items = 1
-        if W.batch == "patterns":
-            items = W.shape[0]
-            col = col + W.row_of_block() // W.n_block_rows * W.n_block_cols
-        blocks = W.stored if W.batch == "patterns" else W.stored[0]
-        shape, state = (items * M, items * K), {"check": W.check, "checked": W.checked}
-        return (BsrMatrix._make(crow, col, blocks.detach(), shape, **state).without_values(),)
+    pattern = W.pattern
+    if W.batch == "values":
+        indices = W.crow_indices, W.col_indices
+        return BsrMatrix._of(pattern, indices, W.stored[0].detach(), None, pattern.shape, W.check).without_values()
 
-    return W.derived(("single",), make, lambda made: (made[0].crow_indices, made[0].col_indices))[0]
+    def make() -> tuple[BsrMatrix]:
+        items, M, K = W.shape
+        indices = rows_of(pattern), pattern.col_indices + W.row_of_block() // W.n_block_rows * W.n_block_cols
+        state = {"check": W.check, "checked": W.checked}
+        return (BsrMatrix._make(*indices, W.stored.detach(), (items * M, items * K), **state).without_values(),)
+
+    return pattern.derived("single", make, lambda made: made[0].indices)[0]
 
 
 def bias_gradient(op: str, dz: Tensor, bias: Tensor, expert_ids: Tensor | None) -> Tensor:

@@ -379,7 +379,7 @@ def called(
         or narrow(out, out_dtype, scale_out, amax)
     ):  # fmt: skip
         watches = None
-    plain = type(W) is BsrMatrix and (W.checked or not W.check) and epilogue is None
+    plain = type(W) is BsrMatrix and (W.pattern.checked or not W.check) and epilogue is None
     if plain and watches is not None and not (compiling or casts or hidden()):
         try:
             if watches:

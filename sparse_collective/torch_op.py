@@ -18,7 +18,7 @@ from cute_kernels.torch_op import (
     wants_z,
 )
 
-from .bsr import BsrMatrix, met_before
+from .bsr import BsrMatrix
 from .dispatch import GATED, call
 from .gradients import before_epilogue, bias_gradient, operand_gradient, values_gradient
 from .sddmm_kernel import dispatch as sampled
@@ -193,13 +193,8 @@ def traced_sddmm(a, b, pattern, out, accumulate, out_dtype, expert_ids):
 
 
 def _matrix(transposed: bool, crow_indices, col_indices, values, columns: int, check: bool, scales=None) -> BsrMatrix:
-    """A matrix for one call. What was learnt of these very index tensors, and their plans, it takes over."""
-    form = values.shape, values.dtype, values.device, columns, check, None if scales is None else scales.shape
-    W = met_before(crow_indices, col_indices, values, form, scales)
-    if W is None:
-        shape = *_items(crow_indices, values), (crow_indices.shape[-1] - 1) * values.shape[-2], columns
-        W = BsrMatrix(crow_indices, col_indices, values, shape, check=check, scales=scales)
-        W.recall(form)
+    """A matrix for one call, with the Pattern of these index tensors."""
+    W = BsrMatrix._of_op(crow_indices, col_indices, values, columns, check, scales)
     return W.t() if transposed else W
 
 

@@ -72,8 +72,8 @@ def bsr_case(device) -> Case:
         with torch.no_grad():
             if i % 20 == 0:
                 layer(normal(64 * (i + 1), SIDE, device=device))
-            order_of(layer.weight, Tiles(1, 1, i + 1, 1, 1, 132))
-            order_of(layer.weight.t(), Tiles(1, 1, i + 1, 1, 1, 132))
+            order_of(layer.weight.pattern, Tiles(1, 1, i + 1, 1, 1, 132))
+            order_of(layer.weight.t().pattern, Tiles(1, 1, i + 1, 1, 1, 132))
 
     return Case([x, layer.values, layer.bias], lambda x, values, bias: layer(x), other)
 
@@ -88,7 +88,7 @@ def grouped_case(device) -> Case:
             ends = torch.tensor([0, 64, 64, 64 * (i + 1)], dtype=torch.int32, device=device)
             with torch.no_grad():
                 layer(normal(64 * (i + 1), SIDE, device=device), ends, group_rows=64)
-        layer.weight.derived(("test", i), lambda: (torch.zeros(64, device=device),))
+        layer.weight.pattern.derived(("test", i), lambda: (torch.zeros(64, device=device),))
 
     return Case([x, layer.values], lambda x, values: layer(x, offsets, group_rows=64), other)
 
@@ -325,15 +325,11 @@ def test_a_second_matrix_of_the_same_indices_shares_its_tables():
     """Checking it must not drop those that a compiled graph looks up by the index tensors."""
     layer = BsrLinear(256, 256, False, (64, 64), mask=mask_of_blocks(4), dtype=torch.bfloat16)
     W = layer.weight
-    tables = W.plans
     again = BsrMatrix(W.crow_indices, W.col_indices, W.values.detach(), W.shape)
-    again.check_indices()
-    for_one_call = BsrMatrix(W.crow_indices, W.col_indices, W.values.detach(), W.shape)
-    for_one_call.recall()
-    assert again.plans is for_one_call.plans is tables
+    assert again.pattern is W.pattern and again.checked
     wider = BsrMatrix(W.crow_indices, W.col_indices, W.values.detach(), (256, 512))
     wider.check_indices()
-    assert wider.plans is not tables and wider.t().shape == (512, 256) and len(wider.t().crow_indices) == 9
+    assert wider.pattern is not W.pattern and wider.t().shape == (512, 256) and len(wider.t().crow_indices) == 9
 
 
 def test_shapes_share_the_lists_of_a_mask(device):

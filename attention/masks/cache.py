@@ -9,7 +9,6 @@ contents. For a BsrMatrix, whose indices must not be written to, a graph uses th
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -39,11 +38,14 @@ def of_flex(mask: FlexBlockMask) -> BlockMask:
     if state is None or captured(count):
         return BlockMask.from_flex(mask)
     cached = mask.__dict__.get(_ATTRIBUTE)
-    if cached is None or not all(map(operator.is_, cached.facts, parts)):
+    if cached is None:
         cached = mask.__dict__[_ATTRIBUTE] = Derived()
-        cached.facts = parts
-    state = state, mask.seq_lengths, mask.BLOCK_SIZE
-    return cached.get("mask", count, lambda: (BlockMask.from_flex(mask), memory_of(*lists)), _tables, state)[0]
+
+    def make() -> tuple:
+        return BlockMask.from_flex(mask), memory_of(*lists), parts
+
+    state = *map(id, parts), state, mask.seq_lengths, mask.BLOCK_SIZE
+    return cached.get("mask", count, make, _tables, state)[0]
 
 
 def of_blocks(blocks: Tensor, lengths: tuple[int, int]) -> BlockMask:
@@ -80,9 +82,9 @@ def of_elements(seen: Tensor, lengths: tuple[int, int]) -> BlockMask:
     return of_tensor(seen, MOST_LENGTHS).get(("elements", *lengths), seen, make, _tables, state)[0]
 
 
-def of_bsr(pattern: BsrMatrix) -> BlockMask:
-    """Cached BlockMask.from_bsr(pattern), shared by all matrices with the same pattern (with_values)."""
-    return pattern.derived(("block mask", pattern.shape), lambda: BlockMask.from_bsr(pattern), BlockMask.lists)
+def of_bsr(W: BsrMatrix) -> BlockMask:
+    """Cached BlockMask.from_bsr(W), shared by all matrices with the same pattern (with_values)."""
+    return W.pattern.derived(("block mask", W.shape), lambda: BlockMask.from_bsr(W), BlockMask.lists)
 
 
 def of_torch_bsr(pattern: Tensor) -> BlockMask:

@@ -74,6 +74,10 @@ class Family:
         """True if setmaxnreg moves registers from a producer to consumers."""
         return False
 
+    def overlaps_wgmmas(self, facts: Any) -> bool:
+        """True if WGMMAs, if any, are issued before earlier ones have finished; they are serialized otherwise."""
+        return True
+
     def named_barriers(self, facts: Any) -> tuple[str, dict[int, int]] | None:
         """(kernel name in tile.barriers, first barrier -> count), or None without named barriers."""
         return None

@@ -122,11 +122,18 @@ def frame(cubin: bytes, arch: str) -> Frame:
 
 
 def problems(
-    resources: Resources, *, tensor_core: str | None, dynamic_smem: int, smem_limit: int, warp_specialised: bool
+    resources: Resources,
+    *,
+    tensor_core: str | None,
+    dynamic_smem: int,
+    smem_limit: int,
+    warp_specialised: bool,
+    overlaps_wgmmas: bool = True,
 ) -> list[str]:
     """Reasons not to ship this kernel; an empty list if there are none.
 
     tensor_core: the instruction that it must contain: "HGMMA" or "HMMA" ("QGMMA" for FP8, "IGMMA" for INT8), or None.
+    overlaps_wgmmas: False if it waits for each WGMMA by design.
     """
     r = resources
     found = stack_problems(r)
@@ -137,7 +144,7 @@ def problems(
         found.append(f"no {tensor_core}: tensor cores are not used as intended")
     if warp_specialised and r.usetmaxreg < 2:
         found.append(f"{r.usetmaxreg} USETMAXREG instead of 2, for producer and consumers: setmaxnreg was dropped")
-    if r.wgmmas and r.wgmma_waits >= r.wgmmas:
+    if overlaps_wgmmas and r.wgmmas and r.wgmma_waits >= r.wgmmas:
         found.append(f"{r.wgmma_waits} waits for {r.wgmmas} WGMMAs: the compiler serialized them")
     return found
 

@@ -61,6 +61,7 @@ def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
         dynamic_smem=dynamic_smem,
         smem_limit=family.smem_limit(facts),
         warp_specialised=family.warp_specialised(facts),
+        overlaps_wgmmas=family.overlaps_wgmmas(facts),
     )
     problems = family.judge(facts, cubin, resources, problems)
     return Report(resources, dynamic_smem, tuple(problems))

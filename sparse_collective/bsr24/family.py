@@ -63,9 +63,6 @@ class Bsr24Family(BsrFamily):
             return W.col_indices.new_zeros(1), order, groups, metadata.new_zeros(*outer, 1, *metadata.shape[-3:])
         return W.col_indices, order, groups, aligned(metadata)
 
-    def work_order(self, W, tiles):
-        return super().work_order(W.compressed, tiles)
-
     def describe(self, facts: GemmFacts) -> dict[str, str]:
         found = super().describe(facts)
         return found | {"problem": f"{found['problem']} 2:4"}

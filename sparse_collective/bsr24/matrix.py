@@ -66,7 +66,7 @@ class Bsr24:
     """
 
     structured = True  # see BsrMatrix
-    base = numbers = None  # attributes of a BsrMatrix that a Bsr24 never has
+    base = None  # attribute of a BsrMatrix that a Bsr24 never has
     __slots__ = ("compressed", "metadata")
 
     if TYPE_CHECKING:  # the attributes that `compressed` has, defined below
@@ -182,9 +182,9 @@ class Bsr24:
         return self.compressed.blocksize[0], KEPT * self.compressed.blocksize[1]
 
     @property
-    def key(self) -> tuple:
-        """Hashable key of the properties that an op's plan depends on."""
-        return "2:4", *self.compressed.key
+    def form(self) -> tuple:
+        """Hashable key of the properties that an op's plan depends on besides pattern.stats."""
+        return "2:4", *self.compressed.form
 
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +239,7 @@ for _name, _text in {
     "checked": "True once check_indices has passed.",
     "even": "True if all block rows are known to have equally many blocks.",
     "stats": "Statistics of the block columns that its rows need, if known.",
-    "plans": "Facts of the pattern for kernels.",
+    "pattern": "The indices of `compressed`, with half the columns.",
 }.items():
     setattr(Bsr24, _name, _forward(_name, _text))
 

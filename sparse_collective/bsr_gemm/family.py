@@ -16,7 +16,6 @@ from cute_kernels.tile.element import BITS_16, Element
 from . import catalogue
 from .arguments import bsr_args, has_scales
 from .candidates import bsr_sm80, bsr_sm90
-from .tile_order import order_of
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
 NARROW_COLUMNS = 32  # of the narrowest tiles, which the sm_80 path has not
@@ -55,13 +54,11 @@ class BsrFamily(ProductFamily):
 
     def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
         """The tensors that say where W's blocks are. `order`: of the work tiles; None unless the family `orders`."""
-        if W.nnz == 0:  # a tensor without elements has no address
-            return W.col_indices.new_zeros(1), order, groups, None if W.numbers is None else W.numbers.new_zeros(1)
-        return W.col_indices, order, groups, W.numbers
-
-    def work_order(self, W, tiles):
-        """The order of work tiles of W's pattern."""
-        return order_of(W, tiles)
+        pattern = W.pattern
+        col, numbers = pattern.col_indices, pattern.numbers
+        if pattern.nnz == 0:  # a tensor without elements has no address
+            return col.new_zeros(1), order, groups, None if numbers is None else numbers.new_zeros(1)
+        return col, order, groups, numbers
 
 
 class Bsr(BsrFamily):
@@ -85,12 +82,9 @@ class Bsr(BsrFamily):
     def entry(self, facts: GemmFacts):
         return entry_of(facts)(facts)
 
-    def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
-        """FP8 blocks 32 wide are one MMA step with promoted accumulation: a wait per WGMMA is no problem."""
-        problems = super().judge(facts, cubin, resources, problems)
-        if facts.promotes and max(facts.k_blocks) == 1:
-            return [problem for problem in problems if "serialized" not in problem]
-        return problems
+    def overlaps_wgmmas(self, facts: GemmFacts) -> bool:
+        """False for FP8 blocks 32 wide: one WGMMA, whose accumulators are promoted before the next one."""
+        return not (facts.promotes and max(facts.k_blocks) == 1)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         made = [catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels]

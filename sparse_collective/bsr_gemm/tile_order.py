@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..pattern import Pattern
+
 # On an H200, 8192 cubed, 128x128 blocks, 12.5 %: the power law of bench/patterns.py (skewed) 317 -> 210 us, which is
 # 0.96 of a uniform pattern's rate.
 ENABLED = True
@@ -39,12 +41,9 @@ class Tiles(NamedTuple):
     workers: int | None
 
 
-def order_of(W, tiles: Tiles) -> Tensor:
-    """work_order of a BsrMatrix, cached with its pattern."""
-    known = W.known(tiles, rows_alone=True)
-    if known is not None:
-        return known[0]
-    return W.derived(tiles, lambda: (work_order(W.crow_indices, **tiles._asdict()),), rows_alone=True)[0]
+def order_of(pattern: Pattern, tiles: Tiles) -> Tensor:
+    """work_order of a pattern, cached with it."""
+    return pattern.derived(tiles, lambda: (work_order(pattern.crow_indices, **tiles._asdict()),), rows_alone=True)[0]
 
 
 def work_order(

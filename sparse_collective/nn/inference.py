@@ -14,7 +14,7 @@ from cute_kernels.dtypes import FLOAT8
 from cute_kernels.functions import ACTIVATIONS
 
 from ..alignment import aligned
-from ..pattern import Pattern
+from ..pattern import Pattern, pattern_of
 from .module import misfit
 
 __all__ = ["InferenceLinear", "StoredBlocks"]
@@ -187,7 +187,8 @@ class StoredBlocks(InferenceLinear):
     @property
     def pattern(self) -> Pattern:
         """The indices, sharing memory."""
-        return Pattern(self.crow_indices, self.col_indices, (self.out_features, self.in_features), self.blocksize)
+        shape = self.out_features, self.in_features
+        return pattern_of(self.crow_indices, self.col_indices, shape, self.blocksize, check=False)
 
     def _checked_matrix(self) -> Any:
         self._checked = False

@@ -16,7 +16,7 @@ from cute_kernels.functions import ACTIVATIONS
 from .. import checks as arguments
 from ..alignment import aligned
 from ..bsr import BsrMatrix
-from ..pattern import Pattern
+from ..pattern import Pattern, pattern_of
 from .indices import drawn_indices, given_indices, owned
 from .parametrized import Parametrizable, name_of_values
 
@@ -120,6 +120,11 @@ class BsrModule(Parametrizable):
         return shape if self.items is None else (self.items, *shape)
 
     @property
+    def _pattern_shape(self) -> tuple[int, ...]:
+        """(M, K), or (L, M, K) of items with a pattern each."""
+        return self.matrix_shape if self.crow_indices.dim() == 2 else (self.out_features, self.in_features)
+
+    @property
     def nnz(self) -> int:
         """Stored blocks: of the pattern that items share, or of all items."""
         return self.col_indices.shape[0]
@@ -138,8 +143,7 @@ class BsrModule(Parametrizable):
     @property
     def pattern(self) -> Pattern:
         """The indices as they are now, sharing memory; clone() it before a step that changes them."""
-        shape = self.matrix_shape if self.crow_indices.dim() == 2 else (self.out_features, self.in_features)
-        return Pattern(self.crow_indices, self.col_indices, shape, self.blocksize)
+        return pattern_of(self.crow_indices, self.col_indices, self._pattern_shape, self.blocksize, check=False)
 
     @property
     def weight(self) -> BsrMatrix:
@@ -149,8 +153,9 @@ class BsrModule(Parametrizable):
             ValueError: the indices are no pattern, as after to_empty().
         """
         if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
-            tensors = self.crow_indices, self.col_indices, self.values
-            return BsrMatrix._traced(*tensors, self.matrix_shape, self.blocksize, not self._checked)
+            indices, shape = (self.crow_indices, self.col_indices), self.matrix_shape
+            pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
+            return BsrMatrix._of(pattern, indices, self.values, None, shape, not self._checked)
         kept: Any = self._weight
         buffers = self._buffers
         values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
@@ -210,16 +215,8 @@ class BsrModule(Parametrizable):
 
         What kernels know of the pattern notices the write; `even` says whether block rows hold equally many now.
         """
-        kept = self._weight
-        if kept is None or kept.even == even:
-            return
-        fresh = BsrMatrix._make(
-            self.crow_indices, self.col_indices, kept.stored, kept.shape, checked=kept.checked, even=even,
-            stats=kept.stats,
-        )  # fmt: skip
-        fresh._set(plans=kept.plans)
-        fresh._remember()
-        self._weight = fresh
+        if self._weight is not None:
+            self._weight.pattern.trust(even)
 
     # Values
 

@@ -29,11 +29,11 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
     """ops.sddmm for calls that torch.compile does not trace."""
     if not isinstance(pattern, BsrMatrix):
         raise TypeError(f"sddmm: pattern must be a BsrMatrix, got {type(pattern).__name__}; see BsrMatrix.from_torch")
-    if pattern.check and not pattern.checked:
+    if pattern.check and not pattern.pattern.checked:
         pattern.check_indices()
     tensors = (a, b) if out is None else (a, b, out, *pattern.indices)
     tensors = tensors if expert_ids is None else (*tensors, expert_ids)
-    terms = pattern.key, out is None, expert_ids is None, accumulate, out_dtype, forced_path()
+    terms = pattern.form, pattern.pattern.stats, out is None, expert_ids is None, accumulate, out_dtype, forced_path()
     plan = _PLANS.known(terms, tensors, out)
     if plan is None:
         more = {"out": out, "accumulate": accumulate, "out_dtype": out_dtype, "expert_ids": expert_ids}
@@ -49,7 +49,7 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
         a, b = viewed(plan.views, a, b)
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
-    box_table = groups_of(pattern, parts, boxes)
+    box_table = groups_of(pattern.pattern, parts, boxes)
     runs = (None, None) if expert_ids is None else runs_of(expert_ids, pattern.shape[0])
     d = alignment.aligned_copy(out, accumulate) if plan.staged else out
     residual = d if accumulate else None

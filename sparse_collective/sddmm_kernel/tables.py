@@ -2,6 +2,8 @@
 
 import torch
 
+from ..pattern import Pattern
+
 
 def rows_of(pattern) -> torch.Tensor:
     """crow_indices (rows + 1,); for a batch with a pattern for each item, those of all items one after the other."""
@@ -33,10 +35,10 @@ def box_groups(crow: torch.Tensor, nnz: int, parts: int, boxes: int) -> torch.Te
     return torch.cat(groups).int()
 
 
-def groups_of(W, parts: int, boxes: int) -> torch.Tensor:
-    """box_groups of a BsrMatrix, cached with its pattern."""
-    key = "boxes", parts, boxes
-    known = W.known(key, rows_alone=True)
-    if known is not None:
-        return known[0]
-    return W.derived(key, lambda: (box_groups(rows_of(W), W.nnz, parts, boxes),), rows_alone=True)[0]
+def groups_of(pattern: Pattern, parts: int, boxes: int) -> torch.Tensor:
+    """box_groups of a pattern, cached with it."""
+
+    def make() -> tuple[torch.Tensor]:
+        return (box_groups(rows_of(pattern), pattern.nnz, parts, boxes),)
+
+    return pattern.derived(("boxes", parts, boxes), make, rows_alone=True)[0]

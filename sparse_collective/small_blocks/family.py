@@ -128,7 +128,7 @@ class SmallBlocks(BsrFamily):
         return counts, fake_tensor("int32", 2, 1, 1), fake_tensor("int32", 3, 2, 4), order
 
     def pattern(self, facts: GemmFacts, W, order, groups) -> tuple:
-        return tables_of(W, facts.config.cluster_m, facts.majors[1] == "k")
+        return tables_of(W.pattern, facts.config.cluster_m, facts.majors[1] == "k")
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         return [] if quick else catalogue.small_blocks_kernels(self, arch)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..pattern import Pattern
 from .tile import CONSUMERS, MOST_TABLE_BYTES, ROWS, Geometry, table_bytes
 
 BATCH = 32  # entries that a warp fetches at once, one a lane
@@ -84,16 +85,17 @@ def block_tables(
     return BlockTables(ranks[:, -1].int(), table[:, :-1].contiguous(), words, order.int())
 
 
-def tables_of(W, cluster: int, b_k_major: bool) -> BlockTables:
-    """block_tables of a BsrMatrix, cached with its pattern.
+def tables_of(pattern: Pattern, cluster: int, b_k_major: bool) -> BlockTables:
+    """block_tables of a pattern, cached with it.
 
-    In the tables of a transposed view, `order` holds positions among the blocks that its base stores.
+    In the tables of a transposed pattern, `order` holds positions among the stored blocks.
     """
 
     def make() -> BlockTables:
-        tables = block_tables(W.crow_indices, W.col_indices, W.shape[-2:], W.blocksize, cluster, b_k_major)
-        if W.numbers is None or W.nnz == 0:
+        crow, col, (M, K) = pattern.crow_indices, pattern.col_indices, pattern.shape[-2:]
+        tables = block_tables(crow, col, (M, K), pattern.blocksize, cluster, b_k_major)
+        if pattern.numbers is None or pattern.nnz == 0:
             return tables
-        return tables._replace(order=W.numbers.index_select(0, tables.order))
+        return tables._replace(order=pattern.numbers.index_select(0, tables.order))
 
-    return W.derived(("small blocks", cluster, b_k_major), make)
+    return pattern.derived(("small blocks", cluster, b_k_major), make)

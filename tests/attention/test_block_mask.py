@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as create_flex_m
 from attention.masks import block_lists, patterns
 from attention.masks.block_mask import BlockMask, create_block_mask
 from attention.masks.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
-from sparse_collective.bsr import BsrMatrix, random_bsr
+from sparse_collective import BsrMatrix, random_bsr
 from tests.attention.mask_parts import (
     BLOCKSIZES,
     assert_exact,

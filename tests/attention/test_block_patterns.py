@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask as create_flex_m
 
 from attention.masks import patterns
 from attention.masks.block_mask import BlockMask, create_block_mask
-from sparse_collective.bsr import random_bsr
+from sparse_collective import random_bsr
 from tests.attention.mask_parts import (
     BLOCKSIZES,
     LENGTHS,

@@ -278,21 +278,21 @@ def test_batches_of_patterns(step):
 
 @every_step_and_form
 def test_nothing_outlives_the_object(step, form):
-    before, mask = len(derived._OF_TENSORS), held(form)
+    before, mask = len(derived.of_tensor.found), held(form)
     step.run(*operands(), mask)
     if step.backend:
         first = mask.crow_indices if form == "bsr" else parts(form, mask)[0]
         made = [
             weakref.ref(value[0][0])
-            for ref, memo in derived._OF_TENSORS.values()
+            for ref, memo in derived.of_tensor.found.values()
             if ref() is first
             for value in memo.kept.values()
         ]
         assert len(made) == 1
         del first
     else:
-        tensors = {"flex": 0, "bool": 1, "bsr": 1, "torch bsr": 2}  # with a cache: the mask, and crow_indices
-        assert len(derived._OF_TENSORS) == before + tensors[form]
+        tensors = {"flex": 0, "bool": 1, "bsr": 0, "torch bsr": 1}  # with a cache of their own
+        assert len(derived.of_tensor.found) == before + tensors[form]
         made = [weakref.ref(converted(mask)), weakref.ref(converted(mask).full_kv_indices)]
     references = [weakref.ref(mask), *made]
     assert all(ref() is not None for ref in references)
@@ -300,7 +300,7 @@ def test_nothing_outlives_the_object(step, form):
     if step.backend:
         torch._dynamo.reset()
         gc.collect()
-    assert all(ref() is None for ref in references) and len(derived._OF_TENSORS) == before
+    assert all(ref() is None for ref in references) and len(derived.of_tensor.found) == before
 
 
 def test_a_mask_mod_that_refers_to_the_mask():

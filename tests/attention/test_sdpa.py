@@ -276,7 +276,7 @@ def test_a_mask_is_converted_once(monkeypatch):
     assert len(made) == 2 and not torch.equal(out, scaled_dot_product_attention(q, k, v, mask))
     number = id(mask)
     del mask
-    assert number not in derived._OF_TENSORS
+    assert number not in derived.of_tensor.found
 
 
 # ------------------------------------------------------------------ with kernels, and under torch.compile

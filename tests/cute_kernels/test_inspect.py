@@ -70,6 +70,8 @@ def good(**changes):
 def test_each_problem_is_named(changes, wanted, word):
     (reason,) = complaints(good(**changes), **wanted)
     assert word in reason
+    if word == "serialized":
+        assert complaints(good(**changes), overlaps_wgmmas=False, **wanted) == []
     assert complaints(good(static_smem=24), dynamic_smem=1000, warp_specialised=True) == []
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cute_kernels.matmul.problem import NOT_KNOWN
 from cute_kernels.testing.patterns import PATTERNS
-from sparse_collective.bsr import BsrMatrix, random_bsr
+from sparse_collective import BsrMatrix, pattern, random_bsr
+from sparse_collective.pattern import patterns_of
 
 from .bsr_parts import BLOCKSIZES, DEVICES, DTYPES, FORMS, INDEX_DTYPES, NEEDS_GPU, Operations, bsr, parts, some
 
@@ -320,6 +321,39 @@ def test_check_false_leaves_it_to_the_caller():
         unsorted.check_indices()
 
 
+def of_new_indices(W: BsrMatrix) -> dict:
+    """`parts` with index tensors of which nothing is known."""
+    return parts(W, crow_indices=W.crow_indices.clone(), col_indices=W.col_indices.clone())
+
+
+def test_matrices_of_the_same_index_tensors_share_a_pattern():
+    """A write makes a matrix that is constructed later check again; blocks of another shape are another pattern."""
+    a = some()
+    b = BsrMatrix(**parts(a))
+    assert b.pattern is a.pattern and not b.checked
+    b.check_indices()
+    with Operations() as ran:
+        BsrMatrix(**parts(a)).check_indices()
+    assert a.checked and ran.names == []
+    a.col_indices.add_(0)
+    c = BsrMatrix(**parts(a))
+    assert a.checked and not c.checked and c.pattern.tables is a.pattern.tables
+    c.check_indices()
+    assert BsrMatrix(**parts(a)).pattern is c.pattern
+    wider = BsrMatrix(**parts(a, shape=(a.shape[0], 2 * a.shape[1])))
+    assert wider.pattern is not c.pattern and BsrMatrix(**parts(a)).pattern is c.pattern
+
+
+def test_a_pattern_does_not_keep_its_index_tensors_alive():
+    W = some()
+    W.check_indices()
+    crow, col = weakref.ref(W.crow_indices), weakref.ref(W.col_indices)
+    assert W.t().t() is W and len(patterns_of(W.crow_indices)) == 1
+    number = id(W.crow_indices)
+    del W
+    assert crow() is None and col() is None and number not in patterns_of.found
+
+
 def test_conversions_carry_what_is_known():
     made = BsrMatrix.from_dense(torch.ones(64, 64), (16, 16))
     even = BsrMatrix.stack([random_bsr((64, 64), (16, 16), per_row=2) for _ in range(3)])
@@ -327,31 +361,24 @@ def test_conversions_carry_what_is_known():
         with Operations() as ran:
             a.check_indices()
         assert ran.names == []
-    given_by_user = BsrMatrix(**parts(made), check=False)
+    given_by_user = BsrMatrix(**of_new_indices(made), check=False)
     for a in (given_by_user.to(torch.float16), given_by_user.transpose()):
         assert not a.check and not a.checked
-    again = BsrMatrix(**parts(even))
+    again = BsrMatrix(**of_new_indices(even))
     assert even.even and not again.even
     again.check_indices()
     assert again.even
 
 
-class OnCuda(BsrMatrix):
-    """Says that it is on a GPU."""
-
-    __slots__ = ()
-    device = property(lambda self: torch.device("cuda", 0))
-
-
 def test_unchecked_indices_cannot_be_captured(monkeypatch):
-    a, capturing = OnCuda(**parts(some())), [True, False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    a = some()
+    monkeypatch.setattr(pattern, "captured", lambda tensor: True)
     with pytest.raises(RuntimeError, match=r"call check_indices\(\) before the capture"):
         a.check_indices()
+    monkeypatch.undo()
     a.check_indices()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(pattern, "captured", lambda tensor: True)
     a.check_indices()
-    some().check_indices()
 
 
 def test_check_from_many_threads():

@@ -120,7 +120,7 @@ def test_to_in_all_forms():
     ]  # fmt: skip
     for V in half:
         assert_same(V, W.with_values(W.values.half()))
-        assert V.crow_indices is W.crow_indices and V.checked and V.plans is W.plans
+        assert V.crow_indices is W.crow_indices and V.checked and V.pattern is W.pattern
     for V in (W.to(), W.to("cpu"), W.to(torch.float32), W.to(W), W.cpu(), W.float(), W.contiguous(), W.to(x.float())):
         assert V is W
     other = W.to("cpu", torch.float32, False, True)

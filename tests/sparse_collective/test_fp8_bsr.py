@@ -82,7 +82,7 @@ def test_quantize(dtype, per):
     W = random_bsr((128, 192), (32, 64), density=0.5)
     W = W.with_values(W.values * torch.randn(W.nnz, 1, 1).exp().to(BF16))
     Q = W.quantize(dtype, per)
-    assert Q.dtype == dtype and Q.plans is W.plans and Q.scaled_per == per and Q.scales.dtype == FP32
+    assert Q.dtype == dtype and Q.pattern is W.pattern and Q.scaled_per == per and Q.scales.dtype == FP32
     assert Q.scales.shape == ((1,) if per == "tensor" else (W.nnz,))
     largest = Q.values.float().abs().amax((1, 2))
     assert (largest == torch.finfo(dtype).max).sum() >= (1 if per == "tensor" else W.nnz)

@@ -162,9 +162,9 @@ def test_the_matrix_is_kept(place):
         layer.values.mul_(2)
     assert layer.weight is W
     layer.values = nn.Parameter(layer.values.detach().clone())
-    assert layer.weight is not W and layer.weight.plans is W.plans and layer.weight.stored is layer.values
+    assert layer.weight is not W and layer.weight.pattern is W.pattern and layer.weight.stored is layer.values
     layer.col_indices = layer.col_indices.clone()
-    assert layer.weight.plans is not W.plans
+    assert layer.weight.pattern is not W.pattern
 
 
 def test_wrong_indices_are_seen():
@@ -182,7 +182,7 @@ def test_dtypes_and_devices():
     for dtype in (torch.float16, BF16):
         layer.to(dtype)
         assert layer.values.dtype is layer.bias.dtype is dtype and layer.crow_indices.dtype is torch.int32
-        assert layer(normal(3, 128, dtype=dtype)).dtype is dtype and dtype in layer.weight.key
+        assert layer(normal(3, 128, dtype=dtype)).dtype is dtype and dtype in layer.weight.form
     assert layer.half().values.dtype is torch.float16
     meta = copy.deepcopy(layer).to("meta")
     assert meta.values.is_meta and meta.crow_indices.is_meta

@@ -82,11 +82,11 @@ def test_a_compiled_layer_finds_what_is_known_of_its_pattern(emulated):
     torch._dynamo.reset()
     layer = layer_of()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    kept = layer.weight.plans.kept
+    kept = layer.weight.pattern.tables.kept
     assert not kept
     compiled(normal(8, 128).requires_grad_()).sum().backward()
     tables = dict(kept)
-    assert ("transposed",) in tables
+    assert "transposed" in tables
     compiled(normal(8, 128).requires_grad_()).sum().backward()
     assert kept.keys() == tables.keys() and all(kept[k][0] is tables[k][0] for k in tables)
 
@@ -198,21 +198,21 @@ def whole(t):
 
 def check(model, wrapped, alone):
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plans = [m.weight.plans for m in alone]
+    plans = [m.weight.pattern for m in alone]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
     for step in range(3):
         out = []
         for m, part, optimizer in ((wrapped, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
             y = m(part)
             if m is wrapped and step == 0:
-                plans = [layer._weight.plans for layer in model]
+                plans = [layer._weight.pattern for layer in model]
             loss = y.float().square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             out.append(y.detach().float())
         torch.testing.assert_close(out[0], out[1].chunk(world)[rank], rtol=0.02, atol=0.02)
-    assert all(a._weight.plans is b for a, b in zip(model, plans)), "the pattern was taken for a new one"
+    assert all(a._weight.pattern is b for a, b in zip(model, plans)), "the pattern was taken for a new one"
     for a, b in zip(model.state_dict().items(), alone.state_dict().items()):
         assert a[0] == b[0]
         torch.testing.assert_close(whole(a[1]).float(), b[1].float(), rtol=0.03, atol=0.03)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.runtime.derived import facts_of_tensor
 from cute_kernels.testing import patterns as cases
 from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_linear
@@ -190,10 +189,10 @@ def test_how_many_operations_a_change_takes(even):
     tiles = Tiles(row_tiles=1, steps=2, tiles_n=43, batch=1, group=8, workers=13)
     tables = [  # in the order of OF_TABLES
         lambda: layer.weight.t(),
-        lambda: order_of(layer.weight, tiles),
-        lambda: order_of(layer.weight.t(), tiles),
-        lambda: groups_of(layer.weight, 1, 2),
-        lambda: tables_of(layer.weight, 1, False),
+        lambda: order_of(layer.weight.pattern, tiles),
+        lambda: order_of(layer.weight.t().pattern, tiles),
+        lambda: groups_of(layer.pattern, 1, 2),
+        lambda: tables_of(layer.pattern, 1, False),
     ]
 
     def taken(*made) -> list[int]:
@@ -236,7 +235,7 @@ def test_a_change_on_a_gpu_is_that_of_the_cpu(even):
             for m, o in ((ours, optimizer), (there, other))
         )
         assert all(torch.equal(a, b.cpu()) for a, b in zip(mine, theirs, strict=True))
-        groups = groups_of(there.weight, 1, 2)
+        groups = groups_of(there.pattern, 1, 2)
         assert torch.equal(groups.cpu(), box_groups(rows_of(ours.weight), ours.nnz, 1, 2))
         assert torch.equal(there.weight.t().numbers.cpu(), ours.weight.t().numbers)
 
@@ -288,7 +287,7 @@ def test_tables_of_matrices_in_compiled_functions_are_kept(device, check):
     x = normal(9, 80, device=device)
     call = torch.compile(lambda x: bsr_linear(x, W.t()), backend="aot_eager")
     call(x)
-    kept = dict(facts_of_tensor(W.crow_indices).plans.kept)
+    kept = dict(W.pattern.tables.kept)
     call(x)
-    again = facts_of_tensor(W.crow_indices).plans.kept
+    again = W.pattern.tables.kept
     assert again and all(again[key] is kept[key] for key in again)

@@ -280,7 +280,7 @@ def test_change_the_pattern(place, grow, even_rows):  # noqa: F811
         layer.values.grad,
         *optimizer.state[layer.values].values(),
     )
-    addresses, plans = [t.data_ptr() for t in kept], W.plans
+    addresses, plans = [t.data_ptr() for t in kept], W.pattern
     old, before, scores = layer.pattern.clone(), dense(layer), Blocks.of(layer).score("magnitude")
     moments = W.with_values(optimizer.state[layer.values]["exp_avg"].clone()).to_dense()
     gradient = W.with_values(layer.values.grad.clone()).to_dense()
@@ -295,7 +295,7 @@ def test_change_the_pattern(place, grow, even_rows):  # noqa: F811
         *optimizer.state[layer.values].values(),
     )
     assert [t.data_ptr() for t in after] == addresses and all(a is b for a, b in zip(kept, after, strict=True))
-    assert layer.weight.plans is plans and layer.pattern.error() == "" and layer.weight.checked
+    assert layer.weight.pattern is plans and layer.pattern.error() == "" and layer.weight.checked
     assert layer.weight.even == even_rows
     was, now = old.mask(), layer.pattern.mask()
     if even_rows:

@@ -103,7 +103,7 @@ def test_the_plan_of_a_view_names_stored_blocks_and_waits_for_nothing():
     W = view("bernoulli", (16, 32), grid=(40, 9))
     pattern = W.crow_indices, W.col_indices, W.shape, W.blocksize
     with Operations() as operations:
-        plan = tables_of(W, 1, False)
+        plan = tables_of(W.pattern, 1, False)
     assert not operations.asked()
     copied = block_tables(*pattern, 1, False)
     assert all(torch.equal(*pair) for pair in zip(plan[:3], copied, strict=False))
@@ -169,20 +169,20 @@ def test_a_gpu_makes_the_tables_of_the_cpu(block, cluster, k_major, index_dtype)
 def test_a_check_tells_which_share_of_the_columns_is_listed(pattern, block):
     mask = cases.PATTERNS[pattern](1000 // block[0] + 1, 900 // block[1] + 1)
     W = bsr(mask, block)
-    before = W.key
+    before = W.pattern.stats
     assert W.stats.listed is None, "not known yet"
     W.check_indices()
     groups = [part.any(0) for part in mask.split(max(1, 192 // block[0]))]
     assert W.stats.listed == round(sum(int(group.sum()) for group in groups) / (len(groups) * mask.shape[1]), 2)
-    assert W.key != before and W.to(torch.float16).stats == W.stats
+    assert W.stats != before and W.to(torch.float16).stats == W.stats
 
 
 def test_a_plan_is_kept_until_the_indices_change():
     W = bsr(cases.bernoulli(30, 20, 0.3), (64, 64))
-    first = tables_of(W, 2, False)
-    assert tables_of(W, 2, False) is first and tables_of(W, 1, False) is not first
+    first = tables_of(W.pattern, 2, False)
+    assert tables_of(W.pattern, 2, False) is first and tables_of(W.pattern, 1, False) is not first
     W.col_indices.copy_(W.col_indices.clone())
-    assert tables_of(W, 2, False) is not first
+    assert tables_of(W.pattern, 2, False) is not first
 
 
 @pytest.mark.parametrize("block", [(48, 16), (128, 16), (16, 48), (16, 112)])
