@@ -107,7 +107,7 @@ class EmulatedFloat8:
 
     def __init__(self, facts):
         known = {field.name: getattr(facts, field.name) for field in dataclasses.fields(FlashFacts)}
-        plain = FlashFacts(**known | {"dtype": "float32"})
+        plain = FlashFacts(**known | {"dtype": "float32", "out_dtype": "float32"})
         self.facts, self.plain = facts, (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(plain)
         EmulatedFlash.built.discard(plain.key())
         EmulatedFlash.built.add(facts.key())
