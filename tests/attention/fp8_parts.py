@@ -1,4 +1,4 @@
-"""Attention of 8-bit floats in tests: operands, what they must give, and one call that is checked.
+"""FP8 attention in tests: operands, error bounds, and a call that is checked.
 
 How far O may be from fp64 of the same operands. p has v's 16 bits, or fp16's, as of operands of 16 bits. A fast p is
 rounded to three bits of mantissa, so it errs by at most 2^-4 of itself, or by 2^-10 below e4m3's smallest normal
@@ -37,7 +37,7 @@ SCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def narrow(call: dict, scales: tuple | None = ()) -> dict:
-    """A call with q, k and v of 8 bits; scales: of that shape, of (items, heads) each if it is (), none for None."""
+    """A call with FP8 q, k and v; scales: of that shape, of (items, heads) each if it is (), none for None."""
     found = call | {name: call[name].to(E4M3) for name in "qkv"}
     if scales is None:
         return found
@@ -47,8 +47,23 @@ def narrow(call: dict, scales: tuple | None = ()) -> dict:
     return found
 
 
-def case(device="cpu", scales: tuple | None = (), **operands) -> dict:
+def case(device="cpu", scales: tuple | str | None = (), **operands) -> dict:
+    """A call of FP8 q, k and v. scales: as in `narrow`, or "tokens"."""
+    if scales == "tokens":
+        return case_of_tokens(device, **operands)
     return narrow(dict(zip("qkv", qkv(device=device, **operands), strict=True)), scales)
+
+
+def of_tokens_scales(t: torch.Tensor, spread: float) -> torch.Tensor:
+    """(B, H, blocks), from 2 ** -spread to 2 ** spread."""
+    shape = *t.shape[:2], -(-t.shape[2] // SCALE_TOKENS)
+    return torch.exp2((torch.rand(shape, device=t.device) * 2 - 1) * spread)
+
+
+def case_of_tokens(device="cpu", names=SCALES, spread=1.5, **operands) -> dict:
+    """A call of FP8 q, k and v with the named scales, per block of tokens."""
+    call = narrow(dict(zip("qkv", qkv(device=device, **operands), strict=True)), None)
+    return call | {name: of_tokens_scales(call[name[0]], spread) for name in names}
 
 
 def wide(call: dict) -> dict:

@@ -1,6 +1,6 @@
-"""attention() of 8-bit floats: q, k and v of float8_e4m3fn with scales of their heads, in kernels of sm_90.
+"""FP8 attention with scales per head and per block of tokens: the reference, kernels on the emulator and on a GPU.
 
-Results, by the reference, on the emulator and on a GPU. How far they may be off is said in float8_attention_parts.
+Error bounds are those of fp8_parts.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 import cute_kernels
 from attention import BlockMask, attention, dispatch
 from attention.forward import heuristics
-from attention.forward.config import Float8Facts
+from attention.forward.config import SCALE_TOKENS, Float8Facts
 from attention.forward.fp8.softmax import LARGEST
 from attention.masks.score_mods import Alibi
 from cute_kernels import explain, quantize
@@ -54,21 +54,32 @@ CALLS = [  # operands, scales, terms
     ({"D": 64}, (), {"window_size": (40, None), "softcap": 2.0}),
     ({"D": 128, "Sq": 1}, (), {"scale": 0.3}),
     ({"D": 128, "Sq": 17, "Sk": 1}, (), {}),
+    *(({"D": D, "Sq": 300, "Sk": 513}, "tokens", terms) for D in heuristics.HEAD_DIMS for terms in ({}, CAUSAL)),
+    ({"D": 192, "Dv": 128, "Sq": 70, "Sk": 333}, "tokens", CAUSAL),
+    ({"D": 64, "Sq": 333, "Sk": 70}, "tokens", CAUSAL),  # rows that see nothing
+    ({"D": 128, "Sq": 300, "Sk": 513}, "tokens", {"window_size": (100, 7)}),
+    ({"D": 64, "Sk": 300}, "tokens", {"window_size": (140, None), "softcap": 2.0}),
+    ({"D": 128, "Sq": 1}, "tokens", {"scale": 0.3}),
+    ({"D": 128, "Sq": 17, "Sk": 1}, "tokens", {}),
 ]
+KINDS = pytest.mark.parametrize("scales", [(), "tokens"], ids=["heads", "tokens"])
 
 
 @BOTH
 @pytest.mark.parametrize(("operands", "scales", "terms"), CALLS, ids=str)
 def test_calls(place, operands, scales, terms, fast):
     plan = check(case(place, scales, **operands) | terms | fast)
-    assert plan.facts is None or isinstance(plan.facts, Float8Facts) and plan.facts.fast == bool(fast)
+    if (facts := plan.facts) is not None:
+        assert isinstance(facts, Float8Facts) and (facts.fast, facts.tokens) == (bool(fast), scales == "tokens")
+        assert not facts.tokens or SCALE_TOKENS % facts.config.tile_n == 0
 
 
+@KINDS
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("terms", [{}, CAUSAL], ids=str)
-def test_values_of_16_bits(place, dtype, terms):
+def test_values_of_16_bits(place, dtype, terms, scales):
     """No kernel runs before, and no number of V is rounded."""
-    for call in (case(place, D=128, Sq=300, Sk=500), narrow(packed(ROWS, COLS, D=64, device=place))):
+    for call in (case(place, scales, D=128, Sq=300, Sk=500), narrow(packed(ROWS, COLS, D=64, device=place))):
         call["v"] = torch.randn(call["v"].shape, device=place).to(dtype)
         plan = check(call | terms)
         assert plan.facts is None or plan.facts.values_dtype == str(dtype)[6:] and "converted" not in str(plan)
@@ -77,16 +88,14 @@ def test_values_of_16_bits(place, dtype, terms):
           | {"block_mask": BlockMask.from_blocks(blocks, lengths=(300, 500))})  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_outputs(place, dtype):
-    check(case(place, D=128, Sq=70) | CAUSAL, dtype)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_sinks(place, dtype):
-    sinks = torch.randn(4, device=place).to(dtype)
-    sinks[2] = 30.0
-    check(case(place, D=64) | {"sinks": sinks})
+@KINDS
+@pytest.mark.parametrize(("dtype", "of_sinks"), [(BF16, BF16), (FP16, None), (FP32, FP32)], ids=str)
+def test_outputs_and_sinks(place, dtype, of_sinks, scales):
+    call = case(place, scales, D=128, Sq=70, Sk=300) | CAUSAL
+    if of_sinks is not None:
+        call["sinks"] = torch.randn(4, device=place).to(of_sinks)
+        call["sinks"][2] = 30.0
+    check(call, dtype)
 
 
 ROWS, COLS = [70, 0, 200, 5, 129], [90, 17, 333, 0, 129]
@@ -112,9 +121,10 @@ def test_packed_rows_of_no_sequence(place, fast):
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("terms", [{}, CAUSAL], ids=str)
+@KINDS
 @BOTH
-def test_block_masks(place, block, terms, fast):
-    call = case(place, D=128, Sq=300, Sk=500) | fast
+def test_block_masks(place, block, terms, fast, scales):
+    call = case(place, scales, D=128, Sq=300, Sk=500) | fast
     blocks = torch.rand(2, 4, -(-300 // block[0]), -(-500 // block[1])) < 0.5
     blocks[0, 1] = False
     mask = BlockMask.from_blocks(blocks.to(place), block, lengths=(300, 500), **terms)
@@ -169,8 +179,9 @@ def test_quantised_heads(place):
     check(call)
 
 
-def test_nothing_to_see(place):
-    call = case(place, D=64, Sk=0)
+@KINDS
+def test_nothing_to_see(place, scales):
+    call = case(place, scales, D=64, Sk=0)
     out, lse = attention(**call, return_lse=True)
     assert out.dtype is BF16 and not out.count_nonzero() and lse.isneginf().all()
 
@@ -184,6 +195,12 @@ EMULATED = [  # operands, scales, terms, dtype of out
      {"window_size": (90, 3), "softcap": 2.0}, FP16),
     ({"D": 64, "Sq": 70, "Sk": 300, "B": 1, "H": 1, "heads": 1}, None, FAST | {"window_size": (90, 3)}, BF16),
     ({"D": 256, "Sq": 70, "Sk": 200, "B": 1, "H": 1, "heads": 1}, (), {"sinks": torch.tensor([2.0])} | FAST, BF16),
+    ({"D": 128, "Sq": 330, "Sk": 400, "B": 1, "H": 2, "heads": 1}, "tokens", CAUSAL, FP32),
+    ({"D": 128, "Sq": 330, "Sk": 400, "B": 1, "H": 2, "heads": 1}, "tokens", CAUSAL | FAST, FP32),
+    ({"D": 64, "Sq": 190, "Sk": 600, "B": 1, "H": 1, "heads": 1}, "tokens", FAST, BF16),
+    ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300, "B": 1, "H": 1, "heads": 1}, "tokens",
+     {"window_size": (190, 3), "softcap": 2.0}, FP16),
+    ({"D": 256, "Sq": 20, "Sk": 200, "B": 1, "H": 1, "heads": 1}, "tokens", {"sinks": torch.tensor([2.0])}, BF16),
 ]  # fmt: skip
 
 
@@ -195,8 +212,9 @@ def test_on_the_emulator(operands, scales, terms, dtype):
 
 
 @pytest.mark.slow
-def test_values_of_16_bits_on_the_emulator():
-    call = case(D=96, Sq=70, Sk=200, B=1, H=2, heads=1)
+@KINDS
+def test_values_of_16_bits_on_the_emulator(scales):
+    call = case(scales=scales, D=96, Sq=70, Sk=200, B=1, H=2, heads=1)
     with on_emulator("sm_90", sms=3, seed=1):
         check(call | {"v": torch.randn(call["v"].shape).to(BF16)} | CAUSAL, exact=False)
 
@@ -269,18 +287,20 @@ def test_packed_on_the_emulator(fast):
 
 
 @pytest.mark.slow
+@KINDS
 @pytest.mark.parametrize(("block", "fast"), [((128, 128), {}), ((128, 128), FAST), ((64, 64), FAST)], ids=str)
-def test_block_masks_on_the_emulator(block, fast):
-    call = case(D=128, Sq=300, Sk=500, B=1, H=2, heads=1) | fast
-    blocks = torch.rand(1, 2, -(-300 // block[0]), -(-500 // block[1])) < 0.6
-    mask = BlockMask.from_blocks(blocks, block, lengths=(300, 500), causal=True)
+def test_block_masks_on_the_emulator(block, fast, scales):
+    call = case(scales=scales, D=128, Sq=200, Sk=400, B=1, H=2, heads=1) | fast
+    blocks = torch.rand(1, 2, -(-200 // block[0]), -(-400 // block[1])) < 0.6
+    mask = BlockMask.from_blocks(blocks, block, lengths=(200, 400), causal=True)
     with on_emulator("sm_90", sms=3, seed=1):
         check(call | {"block_mask": mask}, exact=False)
 
 
 @pytest.mark.slow
-def test_score_mod_on_the_emulator():
-    call = case(D=64, Sq=100, Sk=200, B=1, H=2, heads=1)
+@KINDS
+def test_score_mod_on_the_emulator(scales):
+    call = case(scales=scales, D=64, Sq=100, Sk=200, B=1, H=2, heads=1)
     mod = Alibi(torch.rand(2))
     expected, lse = attention(**call, score_mod=mod, return_lse=True)
     with on_emulator("sm_90", sms=3), poisoned_empty():

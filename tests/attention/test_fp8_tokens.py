@@ -1,7 +1,6 @@
-"""attention() of 8-bit floats with scales of blocks of 128 tokens: kernels of sm_90, fast and not, and the reference.
+"""FP8 attention with a scale per block of 128 tokens, beyond the cases of test_fp8: forms of scales, extremes, plans.
 
-Bounds are those of float8_attention_parts: of all that differs P is rounded, and p w is in the middle of a fast P's
-range, which is what its error is a part of.
+Error bounds are those of fp8_parts.
 """
 
 import contextlib
@@ -16,30 +15,17 @@ from attention.forward import heuristics
 from attention.forward.catalogue import EXTENTS, of_tokens
 from attention.forward.config import SCALE_TOKENS, Float8Facts
 from attention.masks.mask_mods import RowRange
-from attention.masks.score_mods import Alibi
 from cute_kernels import explain, quantize
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.device import assume
 from cute_kernels.runtime.families import unsupported
-from cute_kernels.testing.reference import poisoned_empty
 
 from ..emulator.emulate import machine
 from ..emulator.ops import on_emulator
 from .fp8_parts import BOTH, E4M3, FAST, SCALES, check, narrow, wide
-from .parts import BF16, CAUSAL, FP16, FP32, packed, qkv, truth
+from .fp8_parts import case_of_tokens as case
+from .parts import CAUSAL, FP32, packed, qkv, truth
 from .test_fp8 import place, tiles  # noqa: F401 (place is a fixture)
-
-
-def of_tokens_scales(t: torch.Tensor, spread: float) -> torch.Tensor:
-    """(B, H, blocks), from 2 ** -spread to 2 ** spread."""
-    shape = *t.shape[:2], -(-t.shape[2] // SCALE_TOKENS)
-    return torch.exp2((torch.rand(shape, device=t.device) * 2 - 1) * spread)
-
-
-def case(device="cpu", names=SCALES, spread=1.5, **operands) -> dict:
-    """A call of q, k and v of 8 bits with scales of blocks of tokens, those named."""
-    call = narrow(dict(zip("qkv", qkv(device=device, **operands), strict=True)), None)
-    return call | {name: of_tokens_scales(call[name[0]], spread) for name in names}
 
 
 def quantised(*tensors, per=("tokens",) * 3) -> dict:
@@ -51,32 +37,6 @@ def quantised(*tensors, per=("tokens",) * 3) -> dict:
 
 
 # Results
-
-CALLS = [  # operands, terms
-    *(({"D": D, "Sq": 300, "Sk": 513}, terms) for D in heuristics.HEAD_DIMS for terms in ({}, CAUSAL)),
-    ({"D": 192, "Dv": 128, "Sq": 70, "Sk": 333}, CAUSAL),
-    ({"D": 64, "Sq": 333, "Sk": 70}, CAUSAL),  # rows that see nothing
-    ({"D": 128, "Sq": 300, "Sk": 513}, {"window_size": (100, 7)}),
-    ({"D": 64, "Sk": 300}, {"window_size": (140, None), "softcap": 2.0}),
-    ({"D": 128, "Sq": 1}, {"scale": 0.3}),
-    ({"D": 128, "Sq": 17, "Sk": 1}, {}),
-]
-
-
-@BOTH
-@pytest.mark.parametrize(("operands", "terms"), CALLS, ids=str)
-def test_calls(place, operands, terms, fast):  # noqa: F811
-    plan = check(case(place, **operands) | terms | fast)
-    if plan.facts is not None:
-        assert plan.facts.tokens and plan.facts.fast == bool(fast) and SCALE_TOKENS % plan.facts.config.tile_n == 0
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_values_of_16_bits(place, dtype):  # noqa: F811
-    """They have scales of tokens, too."""
-    call = case(place, D=128, Sq=300, Sk=500) | CAUSAL
-    plan = check(call | {"v": torch.randn(call["v"].shape, device=place).to(dtype)})
-    assert plan.facts is None or plan.facts.v_descale and plan.facts.values_dtype == str(dtype)[6:]
 
 
 @pytest.mark.parametrize("names", [SCALES[:1], SCALES[1:2], SCALES[2:], SCALES[1:]], ids=str)
@@ -93,24 +53,6 @@ def test_mixed_scales(place, which, shape):  # noqa: F811
     heads, blocks = call[which[0]].shape[1], call[which].shape[2]
     shape = {"heads": (heads,), "items": (2, heads), "one": (1, 1, blocks)}.get(shape, shape)
     check(call | {which: torch.rand(shape, device=place) + 0.5})
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_outputs_and_sinks(place, dtype):  # noqa: F811
-    sinks = torch.randn(4, device=place)
-    sinks[2] = 30.0
-    check(case(place, D=128, Sq=70, Sk=300) | CAUSAL | {"sinks": sinks}, dtype)
-
-
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
-@pytest.mark.parametrize("terms", [{}, CAUSAL], ids=str)
-@BOTH
-def test_block_masks(place, block, terms, fast):  # noqa: F811
-    call = case(place, D=128, Sq=300, Sk=500) | fast
-    blocks = torch.rand(2, 4, -(-300 // block[0]), -(-500 // block[1])) < 0.5
-    blocks[0, 1] = False
-    mask = BlockMask.from_blocks(blocks.to(place), block, lengths=(300, 500), **terms)
-    check(call | {"block_mask": mask})
 
 
 def test_strides(place):  # noqa: F811
@@ -145,30 +87,9 @@ def test_quantised(place, per):  # noqa: F811
     check(call)
 
 
-def test_nothing_to_see(place):  # noqa: F811
-    call = case(place, D=64, Sk=0)
-    out, lse = attention(**call, return_lse=True)
-    assert call["k_descale"].shape == (2, 2, 0) and not out.count_nonzero() and lse.isneginf().all()
-
-
 # Kernels on the emulator: timing at random
 
-SMALL, ONE = {"B": 1, "H": 2, "heads": 1}, {"B": 1, "H": 1, "heads": 1}
-EMULATED = [  # operands, terms, dtype of out
-    ({"D": 128, "Sq": 330, "Sk": 400} | SMALL, CAUSAL, FP32),
-    ({"D": 128, "Sq": 330, "Sk": 400} | SMALL, CAUSAL | FAST, FP32),
-    ({"D": 64, "Sq": 200, "Sk": 700} | ONE, FAST, BF16),
-    ({"D": 64, "Sq": 190, "Sk": 300} | ONE, {}, BF16),
-    ({"D": 192, "Dv": 96, "Sq": 70, "Sk": 300} | ONE, {"window_size": (190, 3), "softcap": 2.0}, FP16),
-    ({"D": 256, "Sq": 20, "Sk": 200} | ONE, {"sinks": torch.tensor([2.0])}, BF16),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("operands", "terms", "dtype"), EMULATED, ids=str)
-def test_on_the_emulator(operands, terms, dtype):
-    with on_emulator("sm_90", sms=3, seed=1):
-        check(case(spread=3, **operands) | terms, dtype, exact=False)
+ONE = {"B": 1, "H": 1, "heads": 1}
 
 
 @pytest.mark.slow
@@ -176,23 +97,6 @@ def test_on_the_emulator(operands, terms, dtype):
 def test_some_scales_on_the_emulator(names, fast):
     with on_emulator("sm_90", sms=2, seed=1):
         check(case(names=names, D=64, Sq=70, Sk=300, **ONE) | CAUSAL | fast, exact=False)
-
-
-@pytest.mark.slow
-def test_values_of_16_bits_on_the_emulator():
-    call = case(spread=3, D=96, Sq=70, Sk=300, **SMALL)
-    with on_emulator("sm_90", sms=3, seed=1):
-        check(call | {"v": torch.randn(call["v"].shape).to(BF16)} | CAUSAL, exact=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("block", "fast"), [((128, 128), {}), ((64, 64), {}), ((64, 64), FAST)], ids=str)
-def test_block_masks_on_the_emulator(block, fast):
-    call = case(D=128, Sq=200, Sk=400, **SMALL) | fast
-    blocks = torch.rand(1, 2, -(-200 // block[0]), -(-400 // block[1])) < 0.6
-    mask = BlockMask.from_blocks(blocks, block, lengths=(200, 400), causal=True)
-    with on_emulator("sm_90", sms=3, seed=1):
-        check(call | {"block_mask": mask}, exact=False)
 
 
 @pytest.mark.slow
@@ -204,17 +108,6 @@ def test_masks_that_read_tensors_on_the_emulator(D, block, columns):
     with on_emulator("sm_90", sms=2, seed=1):
         plan = check(case(D=D, Sq=130, Sk=300, **ONE) | {"block_mask": mask}, exact=False)
     assert plan.facts.config.tile_n == columns
-
-
-@pytest.mark.slow
-def test_score_mod_on_the_emulator():
-    call = case(D=64, Sq=100, Sk=300, **SMALL)
-    mod = Alibi(torch.rand(2))
-    expected, lse = attention(**call, score_mod=mod, return_lse=True)
-    with on_emulator("sm_90", sms=3), poisoned_empty():
-        found, again = attention(**call, score_mod=mod, return_lse=True)
-    torch.testing.assert_close(again, lse, rtol=1e-5, atol=1e-5)
-    assert (found - expected).float().norm() <= 0.05 * expected.float().norm()
 
 
 def growing(**operands) -> dict:
