@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ __all__ = ["BsrMatrix"]
 MOST_FORMS = 16  # forms of matrices that a pattern caches
 
 
-def _of_pattern(name: str, text: str) -> property:
+def _of_pattern(name: str, text: str) -> Any:
     return property(lambda self: getattr(self.pattern, name), doc=text)
 
 
@@ -100,8 +100,8 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         scales = arguments.check_scales(scales, values)
         shape = arguments.extents(shape, batch)
         arguments.check_extents(crow_indices, col_indices, values, shape, batch)
-        pattern_shape, blocksize = shape if batch == "patterns" else shape[-2:], tuple(values.shape[-2:])
-        pattern = pattern_of(crow_indices, col_indices, pattern_shape, blocksize, bool(check))
+        pattern_shape, (bm, bk) = shape if batch == "patterns" else shape[-2:], values.shape[-2:]
+        pattern = pattern_of(crow_indices, col_indices, pattern_shape, (bm, bk), bool(check))
         self._fill(pattern, (crow_indices, col_indices), values, scales, shape, bool(check))
 
     def _set(self, **attributes: object) -> None:
@@ -198,7 +198,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
             ValueError: the indices are wrong (see `check_indices`).
         """
         view = self.t()
-        state = {"check": self.check, "checked": self.checked, "scales": view.scales}
+        state: dict[str, Any] = {"check": self.check, "checked": self.checked, "scales": view.scales}
         return self._make(view.crow_indices, view.col_indices, view.values, view.shape, **state)
 
     def t(self) -> BsrMatrix:
@@ -230,7 +230,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         self, crow_indices: Tensor, col_indices: Tensor, values: Tensor, scales: Tensor | None
     ) -> BsrMatrix:
         """The same matrix in other tensors, which hold the same indices: what is known of the pattern stays known."""
-        state = {"check": self.check, "checked": self.checked, "even": self.even, "stats": self.stats}
+        state: dict[str, Any] = {"check": self.check, "checked": self.checked, "even": self.even, "stats": self.stats}
         return self._make(crow_indices, col_indices, values, self.shape, **state, scales=scales)
 
     def with_values(self, values: Tensor, scales: Tensor | None = None) -> BsrMatrix:
@@ -249,7 +249,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
             check_supported("BsrMatrix.with_values", values)
             raise ValueError(f"values must be of shape {tuple(self.values.shape)}, got {tuple(values.shape)}")
         if self.base is not None:
-            state = {"check": self.check, "checked": self.base.checked, "scales": scales}
+            state: dict[str, Any] = {"check": self.check, "checked": self.base.checked, "scales": scales}
             return self._make(self.crow_indices, self.col_indices, values, self.shape, **state)
         indices = self.crow_indices, self.col_indices
         arguments.check_tensors(*indices, values)
@@ -299,7 +299,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
     def scales(self) -> Tensor | None:
         """(1,), or (nnz,) or (L, nnz) in the order of `values`, float32; None of values that have none."""
         scales = self.stored_scales
-        if self.base is None or self.scaled_per != "block":
+        if scales is None or self.base is None or self.scaled_per != "block":
             return scales
         return scales.index_select(-1, self.numbers)
 
@@ -320,7 +320,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
     nnz: int = _of_pattern("nnz", "Number of stored blocks: of all items, or of the pattern that they share.")
     n_block_rows: int = _of_pattern("n_block_rows", "M / bm.")
     n_block_cols: int = _of_pattern("n_block_cols", "K / bk.")
-    numbers: Tensor | None = _of_pattern("numbers", "Of a transposed view, (nnz,) int32: its blocks' places in `base`.")
+    numbers: Any = _of_pattern("numbers", "Of a transposed view, (nnz,) int32: its blocks' places in `base`.")
     checked: bool = _of_pattern("checked", "True once check_indices has passed.")
     even: bool = _of_pattern("even", "True if all block rows are known to have equally many blocks.")
     stats: PatternStats = _of_pattern("stats", "Statistics of the block columns that its rows need, if known.")
