@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from cute_kernels.runtime.call_plan import PlanCache
-from cute_kernels.runtime.derived import Derived
 from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
@@ -35,26 +34,18 @@ MOST_TILES = 2**31 - 1
 _PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
-def cache_of(mask: BlockMask) -> Derived:
-    """The cache of a mask. It is an attribute of the mask, since mask_mod may refer to an owner of the mask.
-
-    Its `facts` are the latest trace of mask_mod, the element mask, and the (batch, heads, offsets) that were checked.
-    """
-    if mask.derived is None:
-        mask._set(derived=Derived())
-    return mask.derived
-
-
 def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
     """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads, and positions
     that begin at `offsets`; (None, ()) without one.
+
+    The mask caches the latest trace of mask_mod, the element mask, and the (batch, heads, offsets) that were checked.
 
     Raises:
         NeedsDispatcher: it captures a tensor without memory of its own.
     """
     if mask.mask_mod is None:
         return None, ()
-    cached = cache_of(mask)
+    cached = mask.derived
     known, element, checked = cached.facts or (None, None, None)
     now = trace_mask(mask.mask_mod, mask.device)
     if now is not known:
@@ -69,7 +60,7 @@ def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None)
 
 def latest_trace(mask: BlockMask) -> Traced | None:
     """The trace of mask_mod that the latest kernel was launched with."""
-    facts = cache_of(mask).facts
+    facts = mask.derived.facts
     return None if facts is None else facts[0]
 
 
@@ -77,11 +68,10 @@ def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), cached. A mask with another mask_mod that shares the cache shares its tables."""
 
     def make() -> tuple:
-        masked, (rows, columns) = mask.with_causal(), mask.lengths
-        cache_of(masked)
-        return masked, mask.mask_mod, Band(None, 0, columns - rows)
+        rows, columns = mask.lengths
+        return mask.with_causal(), mask.mask_mod, Band(None, 0, columns - rows)
 
-    masked, mask_mod, band = cache_of(mask).get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
+    masked, mask_mod, band = mask.derived.get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
     return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
@@ -119,7 +109,7 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
 
     The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
     """
-    cached = cache_of(mask)
+    cached = mask.derived
 
     def make() -> tuple:
         index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
@@ -148,7 +138,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         lengths = q.size(2), k.size(2)
         if mask.lengths[0] - lengths[0] == mask.lengths[1] - lengths[1] > 0:
             make = partial(mask.crop, lengths)
-            return cache_of(mask).get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
+            return mask.derived.get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
     return mask
 
 

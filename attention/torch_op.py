@@ -19,7 +19,6 @@ from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import checks, dispatch, flops, gradients
-from .block_sparse import cache_of
 from .checks import NO_CACHE, check_gradient_dims, narrow
 from .masks import cache, convert, mask_text
 from .masks.block_mask import BlockMask
@@ -430,5 +429,4 @@ def _block_mask(lists, lengths, blocksize, mask_mod, numbers, tensors, form: str
         return make(*lists)  # see cache.py
     key = form, *lengths, *blocksize, mask_mod is None
     mask = cache.of_op_tensors(lists, key, make, versioned=form != "lists")
-    cache_of(mask)  # which both share
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

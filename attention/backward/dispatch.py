@@ -16,7 +16,7 @@ from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
-from ..block_sparse import by_length, cache_of, element_of, with_causal
+from ..block_sparse import by_length, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import heads_in_l2
@@ -218,7 +218,7 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Ten
 
 def lists_of(mask) -> tuple:
     """The transposed lists of a BlockMask (by KV block), cached."""
-    return cache_of(mask).get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
+    return mask.derived.get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
 
 
 def ranks_of(mask) -> Tensor:
@@ -228,7 +228,7 @@ def ranks_of(mask) -> Tensor:
         listed = torch.logical_or(*mask.tables())
         return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
 
-    return cache_of(mask).get("ranks", mask.kv_num_blocks, make, tuple)[0]
+    return mask.derived.get("ranks", mask.kv_num_blocks, make, tuple)[0]
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
@@ -245,4 +245,4 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
         return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
 
     key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
-    return cache_of(mask).get(key, mask.kv_num_blocks, make, tuple)[0]
+    return mask.derived.get(key, mask.kv_num_blocks, make, tuple)[0]

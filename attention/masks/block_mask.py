@@ -81,7 +81,7 @@ class BlockMask(Pictured):
     heads: int  # H, may be 1
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
-    derived: Derived | None  # tensors that kernels derive from the mask, created on first use
+    derived: Derived  # the cache of what is derived from the mask; its `facts` are those of block_sparse.element_of
     __slots__ = (*NAMES, "__weakref__")
 
     def __init__(
@@ -132,7 +132,7 @@ class BlockMask(Pictured):
             raise ValueError(f"B and H must be at least 1, got kv_num_blocks of shape {tuple(kv_num_blocks.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
         self._set(batch=kv_num_blocks.shape[0], heads=kv_num_blocks.shape[1], n_block_rows=rows, n_block_cols=cols)
-        self._set(derived=None)
+        self._set(derived=Derived())
         if check:
             self._check()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels.runtime.derived import state_of
 from cute_kernels.traced.record import Traced
 
-from ..block_sparse import cache_of, latest_trace, with_causal
+from ..block_sparse import latest_trace, with_causal
 from .block_mask import BlockMask
 from .element_mask import BoundMask, trace_mask
 
@@ -44,7 +44,6 @@ class SavedMask:
             RuntimeError: a tensor's `.data` was replaced since.
         """
         if self.state is not None and self.state == state_of(*saved):
-            cache_of(self.mask)  # both masks share it
             return self.mask if self.traced is None else self.mask.with_mask_mod(BoundMask(self.traced))
         if any(a is b for a, b in zip(saved, self.tensors, strict=True)) and self.state is not None:
             raise RuntimeError(
