@@ -123,7 +123,7 @@ def linear(block, pattern, rows, cols, n, **more) -> Call:
 
 
 def batch_of(op, one_pattern: bool, n: int, **more) -> Call:
-    """Of three items; the second is empty if each has its own pattern."""
+    """For three items; the second is empty if each has its own pattern."""
     batch = "values" if one_pattern else "patterns"
     return made(op, 4, n, 3, block=(64, 64), pattern="power_law", batch=batch, items=3, **more)
 
@@ -240,7 +240,7 @@ def attend(
 
 
 def item_lengths(batch: int, longest: int) -> list[int]:
-    """Of each item: the first is the longest, the second empty."""
+    """For each item: the first is the longest, the second empty."""
     drawn = torch.randint(1, longest + 1, (batch,)).tolist()
     return [longest, 0, *drawn[2:]][:batch]
 
@@ -307,7 +307,7 @@ def repeated_products(scale: int) -> list[partial]:
 
 
 def repeated_attention(scale: int) -> list[partial]:
-    """What could differ between runs: CTAs that draw their tiles, of all three schedules, and parts that are combined.
+    """Calls whose results could differ between runs: dynamic tiles of all three schedules, and combined parts.
 
     With a scale of 4 there are more tiles than 132 SMs have CTAs, so that tiles are drawn.
     """

@@ -1,4 +1,4 @@
-"""What all tests share: a kernel cache of their own, seeds, and which tests this machine can run."""
+"""Fixtures of all tests: a kernel cache of their own, seeds, and which tests this machine can run."""
 
 import collections
 import contextlib
@@ -104,7 +104,7 @@ def seeded(request):
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """Where an op test runs: on the GPU; and on the CPU, with torch in the kernels' place (see host_emulation.py)."""
+    """Device of an op test: the GPU; and the CPU, with torch in the kernels' place (see host_emulation.py)."""
     with contextlib.nullcontext() if request.param == "cuda" else host_emulation.without_gpu(request, monkeypatch):
         yield "cuda" if request.param == "cuda" else "cpu"
 

@@ -62,7 +62,7 @@ class Call:
         return self.terms if self.out is None else self.terms | {"out": self.out}
 
     def __call__(self):
-        """What the op returns; beforehand its output holds `before`, or is full of NaN."""
+        """Return the op's result; before the call its output holds `before`, or is full of NaN."""
         with self.forced(), poisoned_empty() if self.out is None else contextlib.nullcontext():
             if self.out is not None:
                 self.out.fill_(torch.nan) if self.before is None else self.out.copy_(self.before)
@@ -74,7 +74,7 @@ class Call:
         return found if isinstance(found, tuple) else (found,)
 
     def plan(self):
-        """What cute_kernels.explain says of the call: it compiles the kernel."""
+        """The call's plan, by cute_kernels.explain: it compiles the kernel."""
         with self.forced():
             return explain(inspect.unwrap(self.op), *self.args, **self.given())
 
@@ -84,7 +84,7 @@ class Call:
         self.zones.inputs = [(name, bits, bits.clone()) for name, bits, _ in self.zones.inputs]
 
     def complaint(self, results: Iterable[Tensor] | None = None) -> str:
-        """What is wrong with the results, by default those of a run; "" if nothing is."""
+        """Description of what is wrong with the results, by default those of a run; "" if nothing is."""
         results = self.run() if results is None else results
         try:
             self.judge(None, *results)

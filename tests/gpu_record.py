@@ -141,7 +141,7 @@ def verdict(status, output: str, wanted: str) -> dict:
 
 
 def machine() -> dict:
-    """What ran the tests, and what was tested: as in the benchmark's results, and the time."""
+    """The machine, and the tested version: as in the benchmark's results, and the time."""
     properties, now = torch.cuda.get_device_properties(0), datetime.datetime.now(datetime.UTC)
     return environment() | {
         "capability": f"{properties.major}.{properties.minor}",

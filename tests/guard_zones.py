@@ -24,7 +24,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Wrong(AssertionError):
-    """What a case found; `kind` is what the fuzz counts it as."""
+    """A wrong result of a case; `kind` is what the fuzz counts it as."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(f"{kind}: {text}")
@@ -33,7 +33,7 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies in a buffer. All zeros: contiguous, 128 bytes after the buffer's beginning.
+    """Layout of a tensor in a buffer. All zeros: contiguous, 128 bytes after the buffer's beginning.
 
     `order`: the dimensions from the slowest to the fastest in memory; empty: as they come. `pads`: by how many elements
     each dimension's extent is wider in the buffer, one number a dimension; empty: by none. `before`: elements between
@@ -81,14 +81,14 @@ class Zones:
         return tensor.fill_(math.nan)
 
     def _changed(self) -> list[Tensor]:
-        """Which elements changed that may not have, of each input's buffer and of each output's."""
+        """Masks of elements that changed and must not, of each input's buffer and of each output's."""
         changed = [bits != before for _, bits, before, *_ in (*self.inputs, *self.outputs)]
         for mask, (*_, out) in zip(changed[len(self.inputs) :], self.outputs, strict=True):
             mask.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
         return changed
 
     def counts(self) -> list[Tensor]:
-        """How many of them; nothing is waited for."""
+        """Their number; nothing is waited for."""
         return [changed.count_nonzero() for changed in self._changed()]
 
     def complain(self, counts: list[int]) -> None:

@@ -171,7 +171,7 @@ class Emulated:
         return operand.float() * (scale if operand.dim() == 3 or len(scale) > 1 else scale[0])
 
     def insist(self, name, tensor, operand, *, major=None, align=None):
-        """What a compiled function checks of an argument before it launches."""
+        """Check an argument as a compiled function does before it launches."""
         facts = self.facts
         dtype = facts.out_dtype if operand == 2 else facts.dtype
         assert tensor.dtype == TORCH[dtype], f"{name} is {tensor.dtype}, compiled for {dtype}"

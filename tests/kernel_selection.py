@@ -1,4 +1,4 @@
-"""Which kernels of the catalogues tests compile by default: some, in which everything that a kernel varies in comes up.
+"""Kernels of the catalogues that tests compile by default: together they have every feature that kernels vary in.
 
 test_kernels_compile compiles them. Tests of what is special to some kernels take theirs from among them where they can
 (`one_of_each`): a kernel is compiled once in a run, whichever test asks for it (`outcome_of` in conftest.py).
@@ -22,7 +22,7 @@ LIKE_SM_80 = ("sm_86", "sm_89")  # the same kernels with the same machine code
 
 
 def features(facts) -> set:
-    """What a kernel has of each thing that varies: its spills depend on configuration, blocks, mask and epilogue."""
+    """Features of a kernel. Its spills depend on configuration, blocks, mask and epilogue."""
     if isinstance(facts, FlashFacts | BackwardFacts):
         return features_of_attention(facts)
     if not isinstance(family_of(facts), ProductFamily):
@@ -102,14 +102,14 @@ def configuration(facts) -> set:
 
 
 def of_float8(facts) -> bool:
-    """What sm_89 has, and other architectures of the sm_80 path have not, or by other code."""
-    dtypes = (getattr(facts, name, "") for name in ("dtype", "out_dtype"))
+    """True for kernels with FP8 instructions, which sm_89 has and other architectures of the sm_80 path lack."""
+    dtypes = (getattr(facts, name, None) or "" for name in ("dtype", "out_dtype"))
     return any(dtype.startswith("float8") for dtype in dtypes) or getattr(facts, "cache", None) == "float8_e4m3fn"
 
 
 def is_other_archs(facts) -> bool:
-    """Whether another architecture has a kernel of the same source: those of the sm_80 path on newer ones. sm_90
-    decodes from caches of 8-bit floats by the instructions of sm_89, sm_80 and sm_86 without them."""
+    """True if another architecture has a kernel of the same source: those of the sm_80 path on newer ones. sm_90
+    decodes from FP8 caches by the instructions of sm_89, sm_80 and sm_86 without them."""
     if getattr(facts, "path", "") != "sm_80" or facts.arch == "sm_80":
         return False
     return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
@@ -138,7 +138,7 @@ def kernel_class(facts) -> tuple:
 def selected(spec) -> list:
     """The first architecture of a path takes all features; others each configuration, sm_86 and sm_89 by turns.
 
-    Of 8-bit floats sm_86 has what sm_80 has, and sm_89 instructions of its own.
+    For FP8, sm_86 has the kernels of sm_80, and sm_89 has its own instructions.
     """
     every = catalogue(spec)
     known = [f for f in every if is_other_archs(f) or spec.name in LIKE_SM_80 and not of_float8(f)]
@@ -150,7 +150,7 @@ def selected(spec) -> list:
 
 @functools.cache
 def every_selected() -> frozenset:
-    """Those of all architectures."""
+    """Selected kernels of all architectures."""
     return frozenset(facts for spec in ARCHS.values() for facts in selected(spec))
 
 

@@ -1,4 +1,4 @@
-"""What became of each test, written as soon as it is known: of a run that is killed this is left.
+"""Outcome of each test, written as soon as it is known: of a run that is killed this is left.
 
 A plugin of pytest, `-p tests.outcomes --outcomes FILE`: FILE gets a line of JSON for each test that starts, and
 for each outcome. Where processes share the tests (pytest-xdist), the one that they report to writes.
@@ -44,7 +44,7 @@ class Outcomes:
 
 
 def first_line(message: str) -> str:
-    """Of a failure; the same on any machine."""
+    """For a failure; the same on any machine."""
     text = message.strip().replace(f"{ROOT}/", "")
     return text.splitlines()[0][:300] if text else ""
 

@@ -87,7 +87,7 @@ def changed(path: str) -> None:
 
 
 def of_float8(path: str) -> None:
-    """8-bit floats with scales of rows and columns, b being copied, and sums of both kinds."""
+    """FP8 with row and column scales, a copied b, promoted and fast accumulation."""
     (a, scale_a), (b, scale_b) = (cute_kernels.quantize(torch.randn(n, 272), per="row") for n in (136, 200))
     terms = {"scale_a": scale_a, "scale_b": scale_b.t(), "bias": torch.randn(200), "activation": "gelu"}
     there = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in terms.items()}
@@ -123,7 +123,7 @@ def of_fp32(path: str) -> None:
 
 
 def of_float8_blocks(path: str) -> None:
-    """8-bit floats with scales of blocks: row tiles, columns and K with tails, scales contiguous along M and K."""
+    """FP8 with block scales: row tiles, columns and K with tails, scales contiguous along M and K."""
     a, scale_a = cute_kernels.quantize(torch.randn(136, 400), per="1x128")
     b, scale_b = cute_kernels.quantize(torch.randn(200, 400), per="128x128")
     expected = cute_kernels.gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.float32)
@@ -136,7 +136,7 @@ def of_float8_blocks(path: str) -> None:
 
 
 def of_sparse_float8(path: str) -> None:
-    """Blocks of 8-bit floats with a scale each, of an uneven pattern, and scales of tokens."""
+    """FP8 blocks with a scale each, in an uneven pattern, and a scale per token."""
     for block in ((128, 128), (64, 64)):
         W = bsr("power_law", block, "cpu").quantize()
         x, scale_x = cute_kernels.quantize(torch.randn(200, W.shape[1]), per="row")
@@ -195,7 +195,7 @@ def of_float8_layers(path: str) -> None:
 
 
 def of_float8_cache(path: str) -> None:
-    """Decoding from pages of 8-bit floats with a scale for each head, split and not."""
+    """Decoding from FP8 pages with a scale for each head, split and not."""
     from .attention.test_fp8_cache import case
 
     for dim, splits in ((96, 2), (256, 1)):
@@ -207,7 +207,7 @@ def of_float8_cache(path: str) -> None:
 
 
 def of_float8_attention(path: str) -> None:
-    """Attention of 8-bit floats: with ragged edges, packed, of scores that grow over many tiles, and with scales of
+    """FP8 attention: with ragged edges, packed, of scores that grow over many tiles, and with scales of
     tokens; with P of 16 bits, V being converted inside of the kernel and before it, and of 8."""
     from .attention import test_fp8 as float8
     from .attention import test_fp8_tokens as tokens
@@ -279,13 +279,13 @@ CASES = {  # a maker's arguments, or a function of the path
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
-    "dense of 8-bit floats": of_float8,  # that Hopper's other path has not
-    "dense of 8-bit floats, scales of blocks": of_float8_blocks,
-    "bsr of 8-bit floats": of_sparse_float8,
-    "bsr of 8-bit floats, tiles begun ahead": of_tiles_begun_ahead,
-    "layers of 8-bit floats": of_float8_layers,
-    "decoding, pages of 8-bit floats": of_float8_cache,
-    "attention of 8-bit floats": of_float8_attention,
+    "dense FP8": of_float8,  # that Hopper's other path has not
+    "dense FP8, block scales": of_float8_blocks,
+    "bsr FP8": of_sparse_float8,
+    "bsr FP8, overlapped store": of_tiles_begun_ahead,
+    "FP8 layers": of_float8_layers,
+    "decoding, FP8 pages": of_float8_cache,
+    "FP8 attention": of_float8_attention,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {

@@ -1,4 +1,4 @@
-"""What kernels are made of, without a run of nvdisasm for each of them.
+"""SASS of kernels, without a run of nvdisasm for each of them.
 
 nvdisasm takes 0.3 s to start, a third of what a kernel takes to compile, and there are a thousand kernels. But the low
 12 bits of an instruction's 16 bytes name its opcode, always the same one. So nvdisasm is asked only about kernels that

@@ -1,4 +1,4 @@
-"""Which tests run by default, and why they represent the others.
+"""The tests that run by default, and why they represent the others.
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
 path, the device. Each group keeps one test in KEPT, at least FEW, or one if they call torch.compile. Slow tests, which
@@ -78,7 +78,7 @@ def parameters(item) -> dict:
 
 
 def places(item) -> set:
-    """Where the test runs, if a parameter names it: "cpu", "emulated" (torch in the kernels' place), "emulator"."""
+    """Places where the test runs, by its parameters: "cpu", "emulated" (torch in the kernels' place), "emulator"."""
     firsts = (value[0] if isinstance(value, tuple) and value else value for value in parameters(item).values())
     return {first for first in firsts if isinstance(first, str)} & {"cpu", "emulated", "emulator"}
 

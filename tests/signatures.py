@@ -1,4 +1,4 @@
-"""Whether a call hands a compiled function what it was compiled from, as far as that shows without a GPU."""
+"""Check that a call passes a compiled function what it was compiled for, as far as that shows without a GPU."""
 
 import functools
 from typing import NamedTuple
@@ -13,8 +13,8 @@ DTYPES[cutlass_dtype("bool")] = torch.uint8
 
 
 class TensorKind(NamedTuple):
-    """What a tensor must be: `strides` are one for each mode, an int, or (n,) for a multiple of n elements; its address
-    is a multiple of `align` bytes."""
+    """Requirements of a tensor: `strides` are one for each mode, an int, or (n,) for a multiple of n elements. Its
+    address is a multiple of `align` bytes."""
 
     rank: int
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class TensorKind(NamedTuple):
 
 @functools.cache
 def compiled_from(facts) -> tuple:
-    """What the arguments but the stream must be: None, a TensorKind, a tuple of these, or "scalar"."""
+    """Requirements of the arguments except the stream: None, a TensorKind, a tuple of these, or "scalar"."""
     return tuple(kind_of_fake(fake) for fake in family_of(facts).arguments(facts)[:-1])
 
 

@@ -146,7 +146,7 @@ CASES = {
                                   torch.complex(*[numbers(d)[1].float()] * 2)),
         want=lambda d: 2 * x_of(d).double() @ numbers(d)[1].double(),
     ),
-    "fast sums with scales of blocks": Case(
+    "use_fast_accum with block scales": Case(
         lambda d: bsr_linear(quantize(x_of(d))[0], sparse(d).quantize(), use_fast_accum=True),
         r'use W.float\(\).quantize\(per="tensor"\)',
         lambda d: bsr_linear(quantize(x_of(d))[0], sparse(d).quantize().float().quantize(per="tensor"),

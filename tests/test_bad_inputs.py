@@ -1,4 +1,4 @@
-"""What the ops refuse: the type of the error, and that its message says what would work, before anything is written."""
+"""Errors of the ops: the type of the error, and that its message says what would work, before anything is written."""
 
 import pytest
 import torch
@@ -220,7 +220,7 @@ CASES += [(op, *entry) for op in OWN for entry in OWN[op]]
 
 
 def moved(call, device):
-    """What a case made on the CPU, on the device; a tensor put on "meta" stays there."""
+    """The arguments of a case, moved to the device; a tensor put on "meta" stays there."""
     made = {}
     for name, t in call.items():
         here = isinstance(t, torch.Tensor | BsrMatrix) and t.device.type == "cpu"
@@ -254,7 +254,7 @@ def test_planning_refuses_before_anything_runs(place):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_wrong_indices(place, index_dtype):
-    """Where the plan is known, too, by all ops, in a torch.sparse_bsr tensor and in a batch. test_bsr.py has all."""
+    """Also when the plan is cached, by all ops, in a torch.sparse_bsr tensor and in a batch. test_bsr.py has all."""
     crow = torch.tensor([0, 2, 4, 6], dtype=index_dtype, device=place)
     col = torch.tensor([0, 2, 0, 1, 1, 2], dtype=index_dtype, device=place)
     values, b, out = (normal(*shape, device=place) for shape in ((6, 16, 32), (96, 16), (48, 16)))

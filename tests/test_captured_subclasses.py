@@ -15,7 +15,7 @@ from cute_kernels.testing.reference import normal
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request):
-    """Where torch's reference runs, and a GPU."""
+    """The device of torch's reference, and a GPU."""
     return request.param
 
 

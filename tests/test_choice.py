@@ -1,4 +1,4 @@
-"""Which kernel a call takes: explain, path, what is chosen for a problem and from which facts; and calls on the CPU."""
+"""Kernel selection: explain, path, what is chosen for a problem and from which facts; and calls on the CPU."""
 
 import itertools
 import threading
@@ -153,7 +153,7 @@ def tma_reads(problem) -> bool:
 
 
 def unsound(facts: GemmFacts) -> str:
-    """What else a kernel asks of a configuration: its tile divides among its warps and its atoms."""
+    """Further requirements of a configuration: its tile divides among its warps and its atoms."""
     cfg = facts.config
     if facts.family == "skinny":
         whole = facts.block.bm % cfg.tile_m == cfg.tile_m % 16 == cfg.tile_n % 8 == 0

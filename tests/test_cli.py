@@ -279,7 +279,7 @@ def test_explaining_for_another_gpu_compiles_nothing(monkeypatch):
 
 
 def test_a_compiled_bundle_serves_the_cache(tmp_path, monkeypatch, capsys):
-    """Of the kernels that a program recorded."""
+    """For the kernels that a program recorded."""
     wanted = [small(arch) for arch in ("sm_90a", "sm_89")]
     calls, folder = tmp_path / "calls", tmp_path / "bundle"
     monkeypatch.setenv(record.VARIABLE, str(calls))
@@ -303,7 +303,7 @@ def test_a_compiled_bundle_serves_the_cache(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_recorded_facts_are_the_same_when_they_are_read(arch):
-    """Of all families, through JSON; with users' functions in them."""
+    """For all families, through JSON; with users' functions in them."""
     packages = {"cute_kernels", "sparse_collective", "attention"}
     for family in families.families():
         for facts in family.catalogue(arch):

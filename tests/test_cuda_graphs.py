@@ -108,7 +108,7 @@ def gemm_case(device) -> Case:
 
 
 def gemm_by_torch_case(device) -> Case:
-    """Of fp32, for which torch computes the derivative of an epilogue function."""
+    """For fp32, for which torch computes the derivative of an epilogue function."""
     case = gemm_case(device)
     a, b, bias = (t.detach().float().requires_grad_() for t in case.tensors)
     return Case([a, b, bias], lambda a, b, bias: gemm(a, b, bias=bias, epilogue=bend, precision="tf32"), case.other)
@@ -152,7 +152,7 @@ def captured(step: Callable[[], list[Tensor]], is_cuda: bool) -> tuple[Callable,
 
 
 def overwrite_free_memory(device) -> None:
-    """What was freed is handed out again, and filled."""
+    """Freed memory is allocated again, and filled."""
     if device != "cuda":
         return
     torch.cuda.synchronize()

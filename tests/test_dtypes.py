@@ -16,7 +16,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHERS = (torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 DTYPES = (*FLOATS, *FLOAT8, *OTHERS, torch.complex64)
-# ops that multiply 8-bit floats
+# ops with FP8 operands
 EXPERT_IDS = torch.tensor([1, 0], dtype=torch.int32)
 NARROW = ("gemm", "bsr_matmul", "bsr_linear", "bsr_grouped_linear", "bsr_gated_linear")
 OPS = {op.__name__: op for op in (gemm, bsr_matmul, bsr_linear, bsr_grouped_linear, bsr_gated_linear, sddmm, attention)}
@@ -43,7 +43,7 @@ def matrix(dtype, batch: bool = False) -> BsrMatrix:
 
 
 def operands(name: str, first, second) -> tuple:
-    """Of an op: W, a or q of the first dtype, what it is multiplied by of the second."""
+    """For an op: W, a or q of the first dtype, what it is multiplied by of the second."""
     if name == "gemm":
         return numbers(first, 64, 128), numbers(second, 96, 128).t()
     if name == "bsr_matmul":
@@ -58,7 +58,7 @@ def operands(name: str, first, second) -> tuple:
 
 
 def terms_of(name: str) -> dict:
-    """What an op needs beside its operands."""
+    """Arguments that an op needs besides its operands."""
     return {"expert_ids": EXPERT_IDS} if name == "bsr_grouped_linear" else {}
 
 

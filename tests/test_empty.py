@@ -91,7 +91,7 @@ def test_gemm_of_batches(size, place):
 
 @pytest.mark.parametrize("size", sizes(M=32, K=64, N=8), ids=label)
 def test_gemm_without_gradients(size, place):
-    """Of FP8 operands, with scales and an FP8 output; and of a Sparse24."""
+    """For FP8 operands, with scales and an FP8 output; and of a Sparse24."""
     M, K, N = size.values()
     a, b = normal(M, K, device=place), normal(K, N, device=place)
     for per_a, per_b in (("tensor", "tensor"), ("row", "column"), ("1x128", "128x128")):

@@ -52,7 +52,7 @@ def test_products(monkeypatch, name):
 
 @PATHS
 def test_gradients(path):
-    """Of a product with an activation: its kernels, and the one of the epilogue's gradient."""
+    """For a product with an activation: its kernels, and the one of the epilogue's gradient."""
 
     def gradients(x, w, bias):
         given = [t.detach().clone().requires_grad_() for t in (x, w, bias)]
@@ -134,7 +134,7 @@ def small_product(path: str):
 
 
 def complaint(path: str, change=None) -> str:
-    """What comes to light about a product whose PTX is changed: the emulator's error, a wrong result, or "" for none.
+    """Problem found in a GEMM whose PTX is changed: the emulator's error, a wrong result, or "" for none.
 
     On two emulated SMs each of sm_90's CTAs has four tiles or more, and each tile five K-tiles or more.
     """

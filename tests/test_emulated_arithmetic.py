@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def loop_of(facts) -> tuple:
-    """What selects the code of a kernel's mainloop and schedule."""
+    """Facts that select the code of a kernel's mainloop and schedule."""
     cfg, block = facts.config, facts.block
     if not isinstance(cfg, GemmConfig):  # small-M kernels: an instance for each configuration
         return cfg, block.scaled

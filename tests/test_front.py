@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request):
-    """Where torch's reference runs, in fp64, and a GPU."""
+    """The device of torch's FP64 reference, and a GPU."""
     return request.param
 
 
@@ -139,7 +139,7 @@ def test_second_derivatives_raise(case, place):
 
 
 def test_second_derivatives_by_inputs_raise(case):
-    """Of a loss that depends on these inputs in another way, too: the second derivative is not left out."""
+    """For a loss that depends on these inputs in another way, too: the second derivative is not left out."""
     f, x, _ = case
     leaf = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
@@ -149,7 +149,7 @@ def test_second_derivatives_by_inputs_raise(case):
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 def test_gradients_with_a_graph_are_written_in_place():
-    """What backward(create_graph=True) and optimizers do with a gradient that has a grad_fn."""
+    """Use by backward(create_graph=True) and optimizers of with a gradient that has a grad_fn."""
     x, W = (torch.randn(8, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     (first,) = torch.autograd.grad(gemm(x, W).sum(), x, create_graph=True)
     torch.testing.assert_close(first.mul_(2), 2 * W.sum(1).expand(8, 8))
@@ -234,7 +234,7 @@ def test_plain_subclasses_and_tensors_without_memory(case, place):
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
 @pytest.mark.parametrize("watched", [False, True], ids=["", "requires_grad"])
 def test_nested_keys_and_values(place, layout, watched):
-    """Of the strided layout they aborted the process after a plain call."""
+    """With the strided layout they aborted the process after a plain call."""
     q, k, v = (normal(1, 2, 16, 64, device=place) for _ in range(3))
     q, blocks = q.requires_grad_(watched), torch.ones(1, 1, dtype=torch.bool, device=place)
     nested = torch.nested.nested_tensor([k[0], v[0]], layout=layout)
@@ -258,7 +258,7 @@ def test_attention_of_no_tensors_beside_some_that_require_gradients():
 
 
 def test_meta_and_fake_tensors():
-    """Of one device: shapes and dtypes; on the meta device and another, an error."""
+    """For one device: shapes and dtypes; on the meta device and another, an error."""
     with pytest.raises(ValueError, match="tensors on meta; CUDA and CPU tensors are supported"):
         gemm(torch.empty(16, 16, dtype=torch.bfloat16, device="meta"), torch.empty(16, 16, dtype=torch.bfloat16))
     a, b = (torch.empty(16, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))

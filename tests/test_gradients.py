@@ -86,7 +86,7 @@ def test_bsr(device, op, block, grid, view):
     near(values.grad, blocks[W.row_of_block().long(), W.col_indices.long()], 2)
 
 
-@pytest.mark.parametrize("tokens", [24, 64])  # 64: items are runs of one sampled product
+@pytest.mark.parametrize("tokens", [24, 64])  # 64: items are groups of one SDDMM
 @pytest.mark.parametrize("form", ["values", "patterns"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_batches(device, form, shared, tokens):
@@ -270,7 +270,7 @@ def test_under_torch_compile(device, activation, view):
 
 @pytest.mark.parametrize("form", ["values", "patterns"])
 def test_experts(device, form):
-    """A mixture of experts: of each expert's values over its own tokens, none for runs that are nobody's."""
+    """A mixture of experts: of each expert's values over its own tokens, none for groups without an expert."""
     experts, block, run = 3, (64, 32), 64
     generator = torch.Generator().manual_seed(2)
     singles = [random_bsr((128, 96), block, density=0.7, generator=generator).to(device) for _ in range(experts)]

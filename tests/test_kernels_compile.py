@@ -39,7 +39,7 @@ def test_every_configuration_is_selected(names):
 
 
 def test_sm_86_and_sm_89_have_the_same_kernels():
-    """But those of 8-bit floats. So what is compiled for one of them is checked for both."""
+    """Except FP8 kernels. So what is compiled for one of them is checked for both."""
     first, second = (
         {replace(facts, arch="") for facts in catalogue(ARCHS[name]) if not of_float8(facts)} for name in LIKE_SM_80
     )

@@ -51,7 +51,7 @@ def large(device) -> tuple[BsrMatrix, BsrMatrix]:
 
 
 def kernels(device, path):
-    """Where the kernels of a path run."""
+    """Device of a path's kernels."""
     if device == "cpu":
         return on_emulator("sm_90", path=path)
     if path == "sm_90" and torch.cuda.get_device_capability() != (9, 0):

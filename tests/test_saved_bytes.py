@@ -1,4 +1,4 @@
-"""How many bytes a model holds between forward and backward, against what backward reads."""
+"""Bytes that a model holds between forward and backward, against what backward reads."""
 
 import gc
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ def saved_storages():
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_saved_bytes(place, activation):
-    """Of a model of four layers nothing is saved but what backward reads."""
+    """A model of four layers saves nothing is saved but what backward reads."""
     model, x = nn.Sequential(*(Layer(place) for _ in range(LAYERS))), normal(TOKENS, DIM, device=place)
     x.requires_grad_()
     with saved_storages() as saved:

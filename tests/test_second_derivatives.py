@@ -285,7 +285,7 @@ def test_errors_name_the_op(case):
 
 
 def test_a_constant_gradient(place):
-    """Of a GEMM in one operand: no derivative in that operand exists, and the others are right."""
+    """For a GEMM in one operand: no derivative in that operand exists, and the others are right."""
     a, b = (normal(16, 16, device=place) for _ in range(2))
     a.requires_grad_()
     (g,) = torch.autograd.grad(gemm(a, b).sum(), a, create_graph=True)
@@ -306,7 +306,7 @@ def of_mode(f, inputs, *terms):
 
 @without_emulation
 def test_under_a_dispatch_mode(case):
-    """Which sees the registered ops; of these `gemm` is made of itself, so that it is right."""
+    """The mode sees the registered ops; from these `gemm` is made of itself, so that it is right."""
     assert_right_or_raises(case, of_mode)
 
 
@@ -373,7 +373,7 @@ def of_autocast(f, inputs, *terms):
 
 @without_emulation
 def test_under_autocast(case):
-    """Which casts the operands of products, so that these save the tensors that they were cast of."""
+    """Autocast casts the operands of a GEMM, which saves the tensors that they were cast of."""
     assert_right_or_raises(case, of_autocast)
 
 

@@ -16,7 +16,7 @@ from .selection import FEW, KEPT, compiles, is_slow, is_whole_suite, select
 
 
 class Item(SimpleNamespace):
-    """What the selection reads of a test."""
+    """Attributes of a test that the selection reads."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -98,7 +98,7 @@ def test_sources():
 
 
 def test_slow_tests_are_found():
-    """Those that compile or emulate kernels by themselves or by functions of their file."""
+    """Slow tests compile or emulate kernels by themselves or by functions of their file."""
     from . import test_emulated
 
     assert compiles(test_emulated.test_gradients) and compiles(test_emulated.test_attention)

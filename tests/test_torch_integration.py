@@ -138,7 +138,7 @@ def bsr_calls(device):
 
 
 def gradient_calls(device):
-    """What a traced call with gradients runs: a product with z, and the gradient of its epilogue."""
+    """Ops of a traced call with gradients: a product with z, and the gradient of its epilogue."""
     a, b = (t.requires_grad_() for t in dense_operands(device))
     bias = normal(16, device=device).requires_grad_()
     for kwargs in ({"activation": "gelu"}, {"epilogue": torch_op.register_function(lambda x: x * torch.tanh(x))}):
@@ -211,7 +211,7 @@ def test_gemm_with_terms(device, backend, name):
 @ON
 @pytest.mark.parametrize("sparse", [False, True])
 def test_functions_are_told_apart(device, backend, sparse):
-    """Of equal code and different constants: a graph of one must not serve the other, as by its code alone it would."""
+    """Functions of equal code and different constants must not share a graph."""
     W, b = weights(device), normal(160, 24, device=device)
     product = (lambda f: bsr_matmul(W, b, epilogue=f)) if sparse else (lambda f: gemm(b.t(), b, epilogue=f))
     step, functions = compiled(product, backend), [scaled(1.0), scaled(2.0)]

@@ -69,7 +69,7 @@ def writes(place: str) -> dict:
             bsr_grouped_linear, lambda **to: bsr_grouped_linear(a, experts, offs=ends, **to), {"out": new(128, 128)}
         ),
         "sddmm, accumulate": (sddmm, lambda **to: sddmm(a, b, W, accumulate=True, **to), {"out": new(4, 64, 64)}),
-        "attention of FP8": (attention, lambda **to: attention(*[q.to(E4M3)] * 3, **to), {"out": new(1, 2, 128, 64)}),
+        "FP8 attention": (attention, lambda **to: attention(*[q.to(E4M3)] * 3, **to), {"out": new(1, 2, 128, 64)}),
         "block_sparse_attention, mask": (
             block_sparse_attention, lambda **to: block_sparse_attention(q, q, q, mask, **to),
             {"out": new(1, 2, 128, 64)},

@@ -66,7 +66,7 @@ class EmulatedFlash:
         return more
 
     def insist(self, q, k, v, out, lse, softcap, left, right):
-        """What a compiled function checks of its arguments, and what the host promises."""
+        """Check the arguments as a compiled function does, and what the host promises."""
         facts = self.facts
         widths = {"q": facts.head_dim, "k": facts.head_dim, "v": facts.head_dim_v, "out": facts.head_dim_v}
         rank = 3 if facts.packed else 4
@@ -84,7 +84,7 @@ class EmulatedFlash:
 
     @torch.autocast("cpu", enabled=False)
     def attend(self, q, k, v, out, lse, sinks, scale_log2, softcap, left, right, offsets=None):
-        """Of (B, H, Sq, D) tensors, all items of one length, into out and lse."""
+        """For (B, H, Sq, D) tensors, all items of one length, into out and lse."""
         facts, rows, columns = self.facts, q.shape[2], k.shape[2]
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, 1).float() for t in (k, v))
@@ -102,7 +102,7 @@ class EmulatedFlash:
 
 
 class EmulatedFloat8:
-    """The same of the kernels of 8-bit floats, which are given V of 16 bits or transposed, and scales; in fp32, of wide
+    """The same for FP8 kernels, which are given a 16-bit or transposed V, and scales; in FP32, of dequantized
     numbers."""
 
     def __init__(self, facts):
@@ -246,7 +246,7 @@ class EmulatedBlocks(Walked, EmulatedFlash):
 
 
 def of_forward(facts):
-    """What stands for the forward kernel of these facts."""
+    """The function that replaces the forward kernel of these facts."""
     if isinstance(facts, Float8Facts):
         return EmulatedFloat8(facts)
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)

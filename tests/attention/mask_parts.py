@@ -1,4 +1,4 @@
-"""What the tests of block masks share: element masks and comparisons with them; masks as users hold them."""
+"""Helpers of the tests of block masks: element masks and comparisons with them; masks as users hold them."""
 
 import pytest
 import torch

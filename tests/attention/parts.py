@@ -1,4 +1,4 @@
-"""What tests of attention share: operands of every form of a call, what it must give, and the check of it."""
+"""Helpers of the tests of attention: operands of every form of a call, what it must give, and the check of it."""
 
 import contextlib
 import math
@@ -155,7 +155,7 @@ def pieces(
 
 
 def truth(q, k, v, *, softcap=None, scale=None, sinks=None, k_descale=None, v_descale=None, **terms):
-    """Of a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|.
+    """For a call, (B, H, Sq, Dv): out and lse in fp64; out as torch computes it in q's dtype; and out of |v|.
 
     k and v of 8 bits are taken as they are, times their scales.
     """

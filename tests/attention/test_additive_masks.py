@@ -131,7 +131,7 @@ def test_a_mask_that_is_written_to(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_deterministic_gradients(place):
-    """Those of a mask are not, on a GPU; the error says so."""
+    """Gradients of a mask are not deterministic on a GPU; the error says so."""
     q, k, v = qkv(place, 40, 50)
     mask = torch.zeros(40, 50, device=place, requires_grad=True)
     torch.use_deterministic_algorithms(True)

@@ -118,7 +118,7 @@ class TestOrder:
         assert order[2:] == [n for n in range(16) if n not in order[:2]]
 
     def test_heads_together(self):
-        """Of two heads the longest rows come first, whichever it is of them; then those of the next two."""
+        """The longest rows come first, whichever it is of them; then those of the next two."""
         order = self.order(torch.ones(1, 4, 3, 3, dtype=torch.bool).tril(), 128, l2_heads=2)
         assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 

@@ -232,7 +232,7 @@ def test_attention_over_a_union(place):
 
 @dataclass(frozen=True)
 class Documents:
-    """Of a dataclass that compares its tensors."""
+    """For a dataclass that compares its tensors."""
 
     ids: torch.Tensor
 
@@ -247,7 +247,7 @@ def test_intersection_of_masks_of_one_class():
 
 
 def test_packed_sequences(place):
-    """What the error for cu_seqlens advises, against attention with cu_seqlens."""
+    """The advice of the error for cu_seqlens, against attention with cu_seqlens."""
     q, k, v, cu_q, cu_k = packed([40, 300, 110], [40, 200, 110], device=place).values()
     every = BlockMask.from_blocks(torch.ones(4, 3, dtype=torch.bool, device=place), lengths=(450, 350))
     with pytest.raises(TypeError, match="patterns.packed_documents"):
@@ -259,7 +259,7 @@ def test_packed_sequences(place):
 
 
 def test_pages(place):
-    """What the error for a page_table advises, against attention with pages."""
+    """The advice of the error for a page_table, against attention with pages."""
     q, page_table = qkv(3, 1, device=place)[0], torch.tensor([[4, 1, 0], [3, 5, 2]], dtype=torch.int32, device=place)
     k, v = (normal(6, 2, 64, 64, device=place).to(q.dtype) for _ in range(2))
     lengths = torch.tensor([150, 70], dtype=torch.int32, device=place)

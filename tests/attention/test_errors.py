@@ -1,4 +1,4 @@
-"""What attention, its reference, BlockMask and the patterns refuse, and with what words."""
+"""Errors of attention, its reference, BlockMask and the patterns."""
 
 import math
 

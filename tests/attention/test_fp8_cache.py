@@ -1,4 +1,4 @@
-"""attention() to caches of 8-bit floats: K and V of float8_e4m3fn or float8_e5m2 with scales, q of 16 bits."""
+"""Attention to an FP8 KV cache: K and V in E4M3 or E5M2 with scales, 16-bit q."""
 
 import contextlib
 import math

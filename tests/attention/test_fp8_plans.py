@@ -1,4 +1,4 @@
-"""attention() of 8-bit floats: which kernels calls get, what they refuse, and torch.compile. All without a GPU."""
+"""FP8 attention without a GPU: kernel selection, errors, torch.compile."""
 
 import contextlib
 import re

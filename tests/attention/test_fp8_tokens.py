@@ -206,7 +206,7 @@ def test_powers_of_two_on_the_emulator():
 
 
 def test_tiles():
-    """Those whose columns divide a block; and the catalogue has no others."""
+    """Tiles have columns that divide a block; the catalogue has no others."""
     q = torch.empty(2, 16, 8192, 128, dtype=E4M3, device="meta")
     scale = torch.empty(2, 16, 64, device="meta")
     for fast, columns in (({}, 80), (FAST, 96)):

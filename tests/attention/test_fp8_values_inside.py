@@ -1,4 +1,4 @@
-"""attention() of 8-bit floats whose kernel makes V fp16 itself (values_inside): the same bits as with a kernel before.
+"""FP8 attention whose kernel converts V to FP16 (values_inside): bitwise identical to a separate conversion kernel.
 
 That conversion is exact and all else the same code, so results are equal, and not only close.
 """

@@ -248,7 +248,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_every_memory_format(form):
-    """Of one kernel: what its operands are views of does not matter, nor what dO is."""
+    """For one kernel: what its operands are views of does not matter, nor what dO is."""
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     q, k, v = (FORMS[form](t).requires_grad_() for t in qkv(130, 150, 128, B=2, H=2, heads=1))
@@ -472,7 +472,7 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     monkeypatch.setattr(problem, "L2_BYTES", 1)
-    monkeypatch.delenv(FOLDER, raising=False)  # kernels of this test are nobody else's
+    monkeypatch.delenv(FOLDER, raising=False)  # kernels of this test are this test's own
     emulated.cache_clear()
     for sq, sk, dim, terms in (
         (200, 420, 64, {"causal": True}),

@@ -1,4 +1,4 @@
-"""What is converted of the mask that a user holds is kept with it, made again when it changes, and dies with it."""
+"""The converted form of a user's mask is cached with it, made again when it changes, and dies with it."""
 
 import copy
 import gc
@@ -234,7 +234,7 @@ def test_tensors_of_inference_mode(step, form, conversions):
 
 @every_step
 def test_a_mask_mod_that_captures_a_tensor(step, conversions):
-    """What is in the tensor when the call runs counts, and lists are not converted again for it."""
+    """The tensor's contents at the time of the call count, and lists are not converted again for it."""
     call, distance = operands(), torch.tensor(50, dtype=torch.int32)
     mask = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < 200, None, None, N, N, device="cpu")
     mask.mask_mod = lambda b, h, q, kv: (q - kv).abs() < distance
@@ -386,7 +386,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("known", [False, True])
     def test_graph(self, path, form, known, conversions):
-        """What is made in a capture is part of the graph and is not kept. A replay sees what was written to the mask,
+        """A tensor made in a capture is part of the graph and is not kept. A replay sees what was written to the mask,
         but for a BsrMatrix, whose indices must not be written to."""
         call, mask = operands("cuda"), held(form, device="cuda")
         expected = block_sparse_attention(*call, mask)

@@ -33,7 +33,7 @@ def elements(device):
 
 
 def dense(form: str, mask) -> torch.Tensor:
-    """What a mask sees now, bool (B, H, N, N)."""
+    """The mask's current pattern, bool (B, H, N, N)."""
     if form in ("bool", "bsr", "torch bsr"):
         blocks = mask
         if form != "bool":
@@ -197,7 +197,7 @@ def test_eager(place, name, causal):
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("bsr", "torch bsr")])
 def test_after_a_backward(place, name):
-    """What backward makes of a mask is there already, and kept."""
+    """The form of a mask that backward needs is there already, and kept."""
 
     def first(mask):
         call = [t.requires_grad_() for t in operands(place)]
@@ -213,7 +213,7 @@ def test_changes_that_are_no_writes(place, name):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_copies_that_hooks_keep(place, name):
-    """Where saved tensors are copied elsewhere, as offloading does, the copies count, and torch raises nothing."""
+    """Saved tensors that are copied elsewhere, as by offloading: the copies count, and torch raises nothing."""
 
     def copies():
         return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)

@@ -63,7 +63,7 @@ def test_rows_of_no_sequence_see_nothing(where, lengths, more):
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [31, 32, 33, 300])
 def test_many_sequences(path, B):
-    """Of which a third is empty; with rows of q, k and v after the last."""
+    """A third of the sequences is empty; with rows of q, k and v after the last."""
     random = torch.Generator().manual_seed(B)
     rows, cols = (
         (torch.randint(0, 200, (B,), generator=random) * (torch.rand(B, generator=random) > 0.3)).tolist()

@@ -89,7 +89,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(form, monkeypatch):
 
 
 def test_the_same_tensors_changed_in_place(emulated):
-    """Of a tensor object everything may change: shape, strides, alignment and dtype."""
+    """Everything about a tensor object may change: shape, strides, alignment and dtype."""
     q, k, v, out = operands(Sk=24, H=2)
     assert is_right(q, k, v, out, causal=True)
     k.data = normal(2, 2, 56, 64)

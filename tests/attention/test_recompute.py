@@ -75,7 +75,7 @@ def test_tiles(monkeypatch, D, tiles, causal):
 @pytest.mark.parametrize("side", [128, 64])
 @pytest.mark.parametrize("D", heuristics.HEAD_DIMS)
 def test_blocks(path, D, side):
-    """Of a block mask, half of the blocks; full ones, and as its elements say."""
+    """For a block mask, half of the blocks; full ones, and as its elements say."""
     q, k, v = operands(D, 40, 500, rows=1024, columns=1024)
     blocks = torch.rand(1024 // side, 1024 // side, generator=torch.Generator().manual_seed(1)) < 0.5
     out = poisoned(*q.shape, device="cuda")

@@ -40,7 +40,7 @@ def cap(s, b, h, q, kv):
 
 
 def of_slopes(m):
-    """Of a head: one address for many scores."""
+    """One address per head for many scores."""
     return lambda s, b, h, q, kv: s + m[h] * (kv - q)
 
 
@@ -110,7 +110,7 @@ class TestErrors:
     q = normal(1, 2, 8, 64)
 
     def test_gradients_in_one_order(self):
-        """Those of captured tensors are added up in any order by kernels, and nothing says so later."""
+        """Gradients of captured tensors are nondeterministic in kernels, and nothing says so later."""
         t = torch.ones(2, requires_grad=True)
         with on_emulator("sm_90"), pytest.raises(RuntimeError, match="use atomics on a GPU and are nondeterministic"):
             attention(self.q, self.q, self.q, score_mod=lambda s, b, h, q, kv: s * t[h], deterministic=True)
@@ -176,7 +176,7 @@ EMULATED = {"sm_80": ("table, window",), "sm_90": ("bias, blocks",)}
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, machine):
-    """Of all operands and captured tensors, against fp64."""
+    """For all operands and captured tensors, against fp64."""
     device, context, path = machine
     if path and device == "cpu" and name not in EMULATED[path]:
         pytest.skip("each costs some seconds of compiling")
@@ -459,7 +459,7 @@ class TestCompile:
         torch.testing.assert_close(found, want)
 
     def test_functions_are_told_apart(self):
-        """Of equal code and other constants, and of other code."""
+        """For equal code and other constants, and of other code."""
         graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
         q = self.call(9, 9, "cpu")[0].detach()
         step = torch.compile(lambda q, mod: attention(q, q, q, score_mod=mod) * 1, fullgraph=True, backend=graphs)

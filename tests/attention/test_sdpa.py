@@ -21,7 +21,7 @@ def normal(shape, seed):
 
 
 def qkv(q, k, v, dtype=torch.float64):
-    """Of these shapes."""
+    """For these shapes."""
     return tuple(normal(shape, seed=i).to(dtype) for i, shape in enumerate((q, k, v)))
 
 
@@ -137,7 +137,7 @@ def test_empty(rows, cols):
 
 
 def test_random_calls():
-    """Of all arguments together."""
+    """For all arguments together."""
     choose = torch.Generator().manual_seed(5)
 
     def one_of(*values):

@@ -105,7 +105,7 @@ def test_a_sink_far_above_all_scores():
 
 @pytest.mark.parametrize("name", ["attention", "packed", "blocks", "nothing to see"])
 def test_gradients_reach_the_sinks(name):
-    """Of the reference, by gradcheck; packed with rows of no sequence, whose LSE has none."""
+    """For the reference, by gradcheck; packed with rows of no sequence, whose LSE has none."""
     sinks, more = torch.randn(4, dtype=FP64, requires_grad=True), {}
     if name == "packed":
         call = packed((5, 0, 9), (7, 2, 9), D=4, more=(2, 2))

@@ -78,7 +78,7 @@ def test_fragments_are_read_from_where_they_were_copied(case):
 
 @every_config
 def test_copies_hit_all_banks(case):
-    """Of eight neighbouring threads, which write at once."""
+    """Eight neighboring threads write at once."""
     for op in tiles(case):
         for first in range(0, op.threads, 8):
             at = [

@@ -1,4 +1,4 @@
-"""Which tiles of K and V a query tile visits, against masks made element by element; and which tile has which number.
+"""KV tiles that a query tile visits, against masks made element by element; and which tile has which number.
 
 Of dense tensors, of a cache's packed rows whose tiles are split, and of packed sequences, a warp being arrays of 32.
 """
@@ -186,7 +186,7 @@ SIZES = [[1], [0], [0, 0, 5], [128], [129, 127, 0, 1, 300], [0] * 40 + [70], [64
 @pytest.mark.parametrize(("tile_m", "after"), [(64, 500), (192, 0)])
 @pytest.mark.parametrize("sizes", [*SIZES, 20, 64, 100], ids=lambda s: str(s)[:20])
 def test_every_tile_comes_once(sizes, after, tile_m, warp):
-    """Of every sequence, and of the rows after the last; no index is without a tile once they are counted."""
+    """For every sequence, and of the rows after the last; no index is without a tile once they are counted."""
     if isinstance(sizes, int):
         random = np.random.default_rng(sizes)
         sizes = random.integers(0, 300, sizes) * random.integers(0, 2, sizes)

@@ -66,7 +66,7 @@ def crossing(mask: BlockMask) -> tuple:
 
 
 def masks() -> list[BlockMask]:
-    """Of every kind of mask_mod."""
+    """For every kind of mask_mod."""
     ids, lengths = torch.arange(200, dtype=torch.int32) // 70, (200, 200)
     return [
         BlockMask.from_blocks(torch.tensor([[True, False], [True, True]]), lengths=lengths),
@@ -113,7 +113,7 @@ def test_opcheck_block_sparse():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["contiguous", "rows first", "of one projection"])
 def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
-    """Which are those of the operand, or contiguous where it has gaps."""
+    """The strides are those of the operand, or contiguous where it has gaps."""
     q, k, v = qkv(heads=4, device=device)
     if form == "rows first":
         q, k, v = map(rows_first, (q, k, v))
@@ -262,7 +262,7 @@ def every(step):
 @BACKENDS
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_functions_are_told_apart(backend, wrapped):
-    """Of equal code and different constants; one of them again is the same graph."""
+    """For equal code and different constants; one of them again is the same graph."""
     (step, graphs), call, functions = sparse(backend), qkv(), [every(2), every(3)]
     for i in (0, 1, 0, 1):
         mask_mod = mask_mods.And(functions[i], mask_mods.Band(None, 50)) if wrapped else functions[i]
@@ -273,7 +273,7 @@ def test_functions_are_told_apart(backend, wrapped):
 
 @BACKENDS
 def test_a_function_that_captures_a_tensor(backend):
-    """What is in the tensor when the graph runs counts; and a mask that the compiled function captures."""
+    """The tensor's contents when the graph runs count; and a mask that the compiled function captures."""
     (step, _), call, ids = sparse(backend), qkv(), torch.arange(200) // 70
     mask = create_block_mask(lambda b, h, q, kv: ids[q] >= ids[kv], None, None, 200, 200)
     captured = compiled(lambda *args: block_sparse_attention(*args, mask), backend)

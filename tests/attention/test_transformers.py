@@ -181,7 +181,7 @@ def test_sequences_packed_by_lengths(name):
 
 @pytest.mark.parametrize("side", [None, "right"])
 def test_cross_attention(side):
-    """Of an encoder and a decoder: 20 tokens."""
+    """For an encoder and a decoder: 20 tokens."""
     both = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
     sides = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in both.items()}
     config = transformers.BartConfig(

@@ -1,4 +1,4 @@
-"""What the integration reads of transformers' mask functions, beside transformers' own boolean masks."""
+"""Arguments that the integration reads from transformers' mask functions, beside transformers' own boolean masks."""
 
 import copy
 import itertools

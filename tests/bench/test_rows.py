@@ -315,7 +315,7 @@ def test_rows_of_layers(kind, density):
     [("gate_up", "before the gate"), ("quantize_gated", "of the hidden numbers"), ("down", "result: off")],
 )
 def test_a_wrong_step_of_an_fp8_layer(monkeypatch, wrong, words):
-    """Of each step alone, whose results are a tenth too large."""
+    """Each step alone, whose results are a tenth too large."""
     if wrong == "quantize_gated":
         right = cases_layers.quantize_gated
         monkeypatch.setattr(cases_layers, wrong, lambda z: (lambda v, s: (v, s * 1.1))(*right(z)))
@@ -339,7 +339,7 @@ def test_rows_of_gradients(cubes, emulated, monkeypatch, op, options):
 
 
 def test_a_step_is_held_against_what_amdahl_s_law_allows(device):
-    """Of a step of 100, with 60 of its feed-forward at a quarter of the work, 55 remain."""
+    """For a step of 100, with 60 of its feed-forward at a quarter of the work, 55 remain."""
     times = {OURS: 50.0, models.DENSE_STEP: 100.0, models.FEED_FORWARD: 60.0}
     row = models.transformer(0.9, **STACK | {"device": device}, measure=taking(**times)).measure(9)
     assert row.rival.name == models.ALLOWED and row.rival.median == 55.0 and row.ratio == pytest.approx(1.1)
@@ -353,7 +353,7 @@ def test_a_wrong_step_is_no_row(monkeypatch):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_step_moves_the_weights_and_the_pattern(device, monkeypatch, graph):
-    """Of ours alone: in the peer's step the pattern stays."""
+    """Only our step: in the peer's step the pattern stays."""
     layers, init = [], models.BsrLinear.__init__
     monkeypatch.setattr(models.BsrLinear, "__init__", lambda self, *a, **k: layers.append(self) or init(self, *a, **k))
     case = models.changing(graph=graph, size=256, tokens=64, **SMALL | {"device": device})

@@ -1,6 +1,6 @@
 """Kernels compiled ahead of time: written, found, and refused where they do not belong; and which folders are trusted.
 
-Compiled objects are loaded only from folders that nobody else can write.
+Compiled objects are loaded only from folders that no other user can write.
 """
 
 import json

@@ -98,7 +98,7 @@ def one_row_of_a_wider_matrix(n):
 
 
 def biases(n):
-    """Where M is N, (N,) counts columns and (N, 1) rows."""
+    """If M is N, (N,) counts columns and (N, 1) rows."""
     a, b, long = n(200, 136), n(136, 264, k=136), n(528)
     for shape, dtype in itertools.product(((264,), (1, 264), (200, 1)), (BF16, FP16, FP32)):
         yield a, b, {"bias": n(*shape, dtype=dtype)}
@@ -140,7 +140,7 @@ def test_calls(device, path, calls):
 
 @pytest.mark.parametrize("view", ["offset of 1", "step of 2", "odd rows", "flipped strides", "rows that overlap"])
 def test_views_without_alignment(device, view):
-    """What TMA cannot read, down to matrices without a contiguous mode, and matrices whose rows overlap."""
+    """Operands that TMA cannot read, down to matrices without a contiguous mode, and matrices whose rows overlap."""
     big = normal(200, 401, device=device)
     a = {
         "offset of 1": lambda: normal(200, 400, device=device)[:, 1:137],

@@ -46,7 +46,7 @@ def operands_of_any_width(monkeypatch):
 
 
 def facts_for(family, arch: str, dtype: str) -> list[GemmFacts]:
-    """Of every configuration of a family; operands contiguous along K, and aligned."""
+    """For every configuration of a family; operands contiguous along K, and aligned."""
     spec, element = ARCHS[arch], element_of(dtype)
     more = {"dtype": dtype, "aligns": (element.vector, element.vector, 8), "use_fast_accum": dtype == FP8}
     if family is DENSE:
@@ -211,7 +211,7 @@ def test_kernels_of_fp8_compile_without_spills(family, arch):
 
 
 def tables_of(family, mask, config, shape, block) -> tuple:
-    """What a family's kernel takes of a pattern (block rows, block columns), b being contiguous along K."""
+    """Tables of a pattern for a family's kernel (block rows, block columns), b being contiguous along K."""
     crow = torch.zeros(len(mask) + 1, dtype=torch.int32)
     crow[1:], col = mask.sum(1).cumsum(0), mask.nonzero()[:, 1].int()
     if family is BSR:
@@ -230,7 +230,7 @@ def emulator(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_a_dense_product_of_fp8(emulator, arch):
-    """Of e4m3 numbers every product is exact in fp32: what is left is the rounding of the result."""
+    """E4M3 products are exact in FP32: what is left is the rounding of the result."""
     facts = facts_for(DENSE, arch, FP8)[3 if arch == "sm_89" else 9]  # small tiles
     a, b = (torch.randn(rows, 272).to(torch.float8_e4m3fn) for rows in (72, 136))
     d = poisoned(72, 136)

@@ -223,7 +223,7 @@ def numbers(op, form):
 @ON
 @pytest.mark.parametrize("form", ["captured", "by a function", "default", "list", "partial"])
 def test_numbers(form, device, backend):
-    """What errors advise: from its second value on, Dynamo makes an input of a float."""
+    """The advice of errors: from its second value on, Dynamo makes an input of a float."""
     run, x = numbers(operators(device)["gemm"], form), normal(16, 32, device=device)
     step, _ = counting(run, backend)
     for number in (2.0, 3.0, 4.0, 2.0):

@@ -166,7 +166,8 @@ def test_structured_sparsity_has_none():
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_gradients_are_products_with_fp32_sums(place, activation):
-    """Those of a call with fp32 sums. Forward sums are whole numbers that fp16 has, so derivatives are the same."""
+    """Gradients are those of FP32 accumulation. Forward sums are
+    whole numbers that FP16 represents, so derivatives are the same."""
     a, b = (torch.randint(-2, 3, (64, 64), device=place).to(FP16) for _ in range(2))
     W, dy = BsrMatrix.from_dense(b, (32, 32)), numbers(64, 64, device=place)
     found = []

@@ -135,7 +135,7 @@ def test_batches(place):
 
 
 def test_shapes_that_may_mean_two_things_mean_the_same(place):
-    """Of K up to 128 a scale of 1x128 is one of a row; of one row or column, a column of scales is of blocks."""
+    """For K up to 128 a scale of 1x128 is one of a row; of one row or column, a column of scales is of blocks."""
     a, b = numbers(64, 100, device=place), numbers(1, 100, device=place).t()
     of_rows = factors(64, 1, device=place)
     assert "1x128" not in str(explain(gemm, a, b, scale_a=of_rows, arch="sm_90").facts)
@@ -202,7 +202,7 @@ def test_architectures_without_such_products_say_what_would_work(arch):
 
 
 def test_the_other_way_round(place):
-    """What the refusal of 128x128 of a says to do."""
+    """The advice of the error for 128x128 scales of a."""
     a, b = numbers(200, 300, device=place), numbers(70, 300, device=place).t()
     of_a, of_b = factors(2, 3, device=place), factors(3, 70, device=place)
     out = gemm(b.mT, a.mT, scale_a=of_b.mT, scale_b=of_a.mT).mT

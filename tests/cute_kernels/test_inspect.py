@@ -1,4 +1,4 @@
-"""What is read from a cubin, and what is said against a kernel."""
+"""Reading a cubin, and the problems reported for a kernel."""
 
 from dataclasses import replace
 

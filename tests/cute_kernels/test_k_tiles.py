@@ -91,7 +91,7 @@ def batch_source(form, groups=None, tiles_run=1):
 
 
 def walked(source, m, n, l) -> tuple:
-    """What a work tile multiplies: [(number of the stored block, its column), ...]; and the item it says it takes."""
+    """K-tiles of a work tile: [(number of the stored block, its column), ...]; and the item it says it takes."""
     k_tiles = source.for_tile(m, l, source.bounds(m, n, l))
     assert numbers(k_tiles.out(n)) == (m % 2, n, m // 2)
     found = [k_tiles.at(i) for i in range(number(k_tiles.count))]

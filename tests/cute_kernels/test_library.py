@@ -1,4 +1,4 @@
-"""How ops are registered: both variants, defaults, outputs after the first, and a gradient, of a toy op."""
+"""Registration of ops: both variants, defaults, outputs after the first, and a gradient, of a toy op."""
 
 import pytest
 import torch

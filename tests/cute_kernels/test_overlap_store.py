@@ -37,7 +37,7 @@ def uneven(block, rows: int, columns: int, dtype=E4M3) -> BsrMatrix:
 
 
 def both(call, cluster: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a call gives by tiles that begin ahead, and by smaller ones that do not, on the emulator."""
+    """Results of a call with tiles that begin ahead, and with smaller ones that do not, on the emulator."""
     results = []
     for columns, size in ((256, cluster), (128, 1)):
         with only(columns, size), on_emulator("sm_90", sms=4):

@@ -41,7 +41,7 @@ SHAPES = [
 
 
 def numbers(shape, dtype=BF16) -> torch.Tensor:
-    """Of many magnitudes, with both zeros."""
+    """For many magnitudes, with both zeros."""
     x = torch.randn(shape) * torch.randn(*shape[:-1], 1).exp() * 2.0 ** torch.randint(-9, 1, shape)
     x.view(-1)[:3] = torch.tensor([0.0, -0.0, 1.0])
     return x.to(dtype)

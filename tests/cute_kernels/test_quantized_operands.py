@@ -1,4 +1,4 @@
-"""What quantize returns as an operand: the same call as one with its values and its scale."""
+"""The result of quantize as an operand: the same call as one with its values and its scale."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which GPUs there are kernels for, and what is said where the compiler is missing."""
+"""GPUs that have kernels, and the errors if the compiler is missing."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_missing_package(monkeypatch, package):
 
 
 def test_another_missing_package_is_not_called_the_compiler(monkeypatch):
-    """What the compiler itself lacks is named as it is."""
+    """A package that the compiler itself lacks is named."""
 
     def find(*args, **kwargs):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")

@@ -64,7 +64,7 @@ def test_there_and_back(shape, dtype):
 
 
 def places_of(W: Sparse24, row: int, group: int) -> tuple[int, int]:
-    """Of the two stored elements of a group, by what the PTX ISA says of m64nNk32: of row r of a warp's 16, lanes
+    """Positions of the two stored elements of a group, as in the PTX ISA of m64nNk32: of row r of a warp's 16, lanes
     4 (r % 8) and the next (selector 0; 2 and 3 more of selector 1) have columns 0 to 15 and 16 to 31 of 32, in their
     lower halves where r < 8."""
     step, quarter = divmod(group, 8)  # of 32 columns
@@ -89,7 +89,7 @@ def test_metadata_are_where_the_isa_says():
 
 
 def test_words_are_those_of_torch_s_conversion():
-    """Of 32 rows and 32 columns torch has the words for mma.sp of the first and the second 16 rows, for lanes 0 and 1
+    """For 32 rows and 32 columns torch has the words for mma.sp of the first and the second 16 rows, for lanes 0 and 1
     and lanes 2 and 3 of every four. One word is the same 16 rows and 32 columns here."""
     w = prune_2_4(normal(128, 128))
     W, (_, meta) = Sparse24.from_dense(w), conversions.sparse_semi_structured_from_dense_cutlass(w)

@@ -67,7 +67,7 @@ def test_a_quantised_weight():
 
 
 def places_of(W: Sparse24, row: int, group: int) -> tuple[int, int]:
-    """Of the two stored elements of a group, by what the PTX ISA says of m64nNk64: of row r of a warp's 16 lanes
+    """Positions of the two stored elements of a group, as in the PTX ISA of m64nNk64: of row r of a warp's 16 lanes
     4 (r % 8) + r // 8 has columns 0 to 31 of 64, and the second one after it columns 32 to 63."""
     span, rest = divmod(group, 16)
     slab, r = divmod(row, 64)
@@ -91,7 +91,7 @@ def test_metadata_are_where_the_isa_says():
 
 
 def test_words_are_those_of_torch_s_conversion():
-    """Of 16 rows and 64 columns torch has 32 words of int8 for mma.sp.m16n8k64, one for each lane."""
+    """For 16 rows and 64 columns torch has 32 words of int8 for mma.sp.m16n8k64, one for each lane."""
     w = prune_2_4(torch.randint(1, 100, (128, 192)).float()).to(torch.int8)
     _, meta = conversions.sparse_semi_structured_from_dense_cutlass(w)
     W = Sparse24.from_dense(w.float()).to(E4M3)

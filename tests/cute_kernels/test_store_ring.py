@@ -44,7 +44,7 @@ def test_a_tile_of_one_chunk_on_the_emulator(waits, monkeypatch):
 
 
 def of_one_chunk(facts) -> bool:
-    """Of tiles (64, 64), of which two warpgroups store 32 columns each, without terms."""
+    """For tiles (64, 64), of which two warpgroups store 32 columns each, without terms."""
     plain = facts.epilogue == EpilogueSpec() and facts.out_dtype == facts.dtype
     config = facts.config
     tile = config.tile_m, config.tile_n, config.warps_n, config.ring

@@ -94,7 +94,7 @@ def test_kernels_make_the_parts_that_torch_makes(place, shape):
 
 
 def test_tensors_that_no_kernel_copies():
-    """Those of CPUs and of a K that is no multiple of 16 bytes; and all that is planned for another GPU."""
+    """Tensors on a CPU, or with a K that is no multiple of 16 bytes; and all that is planned for another GPU."""
     x = numbers(8, 16)
     for y in (x.t(), x.t().as_subclass(GpuTensor)[:, :7], numbers(2, 3, 8, 16).transpose(0, 1).mT):
         assert tf32.along_k(y) is None
@@ -361,7 +361,7 @@ def operands_are_rounded_to_nearest(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["sm_80", "sm_90"])
 def test_operands_are_rounded_to_nearest(path):
-    """That TMA does so on the path sm_90 was read of others, not of NVIDIA's documents."""
+    """NVIDIA's documents do not say that TMA rounds so."""
     if path == "sm_90" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA is sm_90's")
     with cute_kernels.path(path):

@@ -195,7 +195,7 @@ def test_callables():
 
 
 def test_a_number_as_the_result():
-    """Of a mask, whose arguments have no dimension; of an epilogue it has another shape."""
+    """For a mask, whose arguments have no dimension; of an epilogue it has another shape."""
     seen = trace(lambda b, h, q, kv: torch.tensor(True), "mask_mod", ("int32",) * 4, (), CPU).program
     assert str(seen) == "(int32, int32, int32, int32) [] 4:bool = const True -> 4"
     with pytest.raises(TypeError, match="must return one tensor, .* not a tensor of shape"):

@@ -1,4 +1,4 @@
-"""What kernels make of Programs: the same as torch, on special values, whatever the signs.
+"""Programs in kernels: the same as torch, on special values, whatever the signs.
 
 Integers, bool values and IEEE arithmetic are compiled for this CPU, too, and run (traced_kernel.py). All operations are
 compiled for GPUs, and run where there is one.
@@ -51,7 +51,7 @@ def programs(dtype: str, *tables, device="cpu") -> dict:
 
 
 def check(dtype: str, traces: dict, run, allowed) -> None:
-    """What `run` computes of them errs by no more than `allowed(name)`: units in the last place, and a tiny number."""
+    """The result of `run` errs by no more than `allowed(name)`: units in the last place, and a tiny number."""
     x, y = pairs(dtype, dtype)
     wrong = {}
     for (name, found), got in zip(traces.items(), run(list(traces.values()), len(x)), strict=True):

@@ -1,4 +1,4 @@
-"""What a traced function cannot do: the message names the line, and says what to write instead."""
+"""Errors of traced functions: the message names the line, and says what to write instead."""
 
 import math
 import re

@@ -42,7 +42,7 @@ def traces(monkeypatch):
 
 
 def value(function, x=1.0) -> float:
-    """What a function's Program computes."""
+    """Result of a function's Program."""
     found = memo.traced(function, *EPILOGUE)
     return evaluate(found.program, [torch.tensor([x])]).item()
 
@@ -337,7 +337,7 @@ def test_a_captured_tensor_that_lies_elsewhere():
 
 
 def test_an_import_inside_of_a_function():
-    """What it reads of the module may change with every call."""
+    """Attributes of the module may change with every call."""
 
     def scaled(x):
         import json

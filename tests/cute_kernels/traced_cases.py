@@ -181,7 +181,7 @@ def cases(table) -> list[tuple[str, str]]:
 
 
 def units_apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """How many numbers of their floating-point dtype lie between; 0 of two NaNs, of two zeros, and of equal ones."""
+    """Number of floating-point numbers between them; 0 of two NaNs, of two zeros, and of equal ones."""
     bits = {4: torch.int32, 2: torch.int16}[x.element_size()]
 
     def place(t):
@@ -194,7 +194,7 @@ def units_apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def differences(x, y, got, expected, units: int, tiny: float = 0.0) -> list[str]:
-    """Where a result is further from the expected one than some units in the last place and than `tiny`."""
+    """Elements whose result is further from the expected one than some units in the last place and than `tiny`."""
     assert got.dtype == expected.dtype, f"{got.dtype}, expected {expected.dtype}"
     got = got.expand(expected.shape)
     if not expected.is_floating_point():

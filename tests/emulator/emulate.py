@@ -40,7 +40,7 @@ class EmulatorError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where the compiled machine is kept: CUTE_KERNELS_EMULATOR, or a folder of the user's caches."""
+    """Folder of the compiled machine: CUTE_KERNELS_EMULATOR, or a folder of the user's caches."""
     named = os.environ.get("CUTE_KERNELS_EMULATOR")
     folder = Path(named or platformdirs.user_cache_dir("cute-kernels-emulator", appauthor=False))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -206,7 +206,7 @@ class Reader:
             return found[1], 0, found[2]
         if found and found[0] == "local":
             return kernel.constant(LOCAL | found[1])
-        if text == "_":  # a destination that nobody reads
+        if text == "_":  # a destination that is not read
             return kernel.sink[0], 0, kernel.sink[1]
         if text in self.globals:
             return kernel.constant(0, GLOBALS + list(self.globals).index(text))

@@ -291,7 +291,7 @@ def block_sparse(case: Case, zones: Zones, kind: dict) -> tuple:
 
 
 class Expected:
-    """What a call must give, (B, H, Sq, Dv): exactly, as torch computes it in the operands' dtype, and where NaN."""
+    """Expected (B, H, Sq, Dv) of a call: exactly, as torch computes it in the operands' dtype, and where NaN."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float | None, sinks: Tensor | None = None

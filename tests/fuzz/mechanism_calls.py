@@ -191,7 +191,7 @@ def with_terms(named: dict, options: dict) -> tuple[list[Tensor], dict]:
 
 
 def bias_of(named: dict, rows: Tensor, columns: Tensor) -> Tensor | None:
-    """What that score_mod adds; rows and columns are positions."""
+    """Bias that the score_mod adds; rows and columns are positions."""
     if "slope" not in named:
         return None
     slope = named["slope"].to(named["q"].dtype)

@@ -137,7 +137,7 @@ class Fuzz:
             worker.kill()
 
     def hear(self, task, connection) -> None:
-        """What a worker says of one task, to its end; raises where the worker died or hangs."""
+        """Read a worker's messages about one task, to its end; raises where the worker died or hangs."""
         family, case = task[0], None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What the tests of BsrMatrix and of its products share: matrices of a pattern, comparisons, operands, choices."""
+"""Helpers of the tests of BsrMatrix and its GEMM: matrices of a pattern, comparisons, operands, choices."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def asked(self) -> bool:
-        """Whether one of them would wait for a GPU."""
+        """True if one of them would wait for a GPU."""
         return bool({"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select"} & set(self.names))
 
 

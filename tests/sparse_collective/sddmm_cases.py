@@ -1,4 +1,4 @@
-"""Sampled products, sddmm, as cases of the conformance tests and the fuzz: their operands, and their truth."""
+"""SDDMM as cases of the conformance tests and the fuzz: their operands, and their truth."""
 
 import torch
 from torch import Tensor
@@ -44,5 +44,5 @@ def sampled_truth(args: tuple, terms: dict, before: Tensor | None, out_dtype: to
 
 
 def place_of_blocks(align: int) -> Placement:
-    """Of the result: contiguous, at an address that is a multiple of 16 bytes, or of an element alone."""
+    """For the result: contiguous, at an address that is a multiple of 16 bytes, or of an element alone."""
     return Placement(before=3 if align == 1 else 0)

@@ -86,7 +86,7 @@ def test_a_transposed_view_and_patterns_without_blocks():
 
 
 def test_the_pattern_s_tensors_are_its_own():
-    """What is known of a pattern is kept with its tensors, and here the blocks are narrower."""
+    """Facts about a pattern are cached with its tensors, and here the blocks are narrower."""
     W = random_bsr((256, 256), (128, 128), per_row=1)
     V = W.prune_2_4()
     assert V.even and V.crow_indices is not W.crow_indices and W.even

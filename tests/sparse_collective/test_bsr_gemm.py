@@ -34,7 +34,7 @@ BOTH_FORMS = pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [1, 7, 8, 17, 250, 264])
 @pytest.mark.parametrize("block", [(64, 64), (32, 32), (128, 128)], ids=str)
 def test_widths(device, block, n):
-    """Where TMA cannot read b, a kernel without it does, and explain says so. A linear layer's rows it always can."""
+    """If TMA cannot read b, a kernel without it does, and explain says so. A linear layer's rows it always can."""
     W = bsr("bernoulli", block, device)
     plan = check(bsr_matmul, *operands(bsr_matmul, W, n))
     assert (plan.facts.family == "skinny") is (n <= 16)
@@ -48,7 +48,7 @@ def test_widths(device, block, n):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_block(data):
-    """Of any height and width that are multiples of 16, with any density, on either path."""
+    """For any height and width that are multiples of 16, with any density, on either path."""
     sides = st.integers(1, 9).map(lambda i: 16 * i)
     op, path = data.draw(st.sampled_from(["bsr_matmul", "bsr_linear"])), data.draw(st.sampled_from(["sm_80", "sm_90"]))
     family, block = FAMILIES[f"bsr {path}"], (data.draw(sides), data.draw(sides))

@@ -216,7 +216,7 @@ def test_grad_of_the_values(device, view):
 @pytest.mark.parametrize("view", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_save_load_copy_and_pickle(device, view):
-    """Of nothing but tensors and numbers, so that weights_only=True suffices; nothing is trusted that was stored."""
+    """The state has only tensors and numbers, so that weights_only=True suffices. It is validated when loaded."""
     for W in (matrix(device), *batches(device), matrix(device).requires_grad_()):
         W = W.t() if view else W
         stream = io.BytesIO()

@@ -360,7 +360,7 @@ def test_compiled(where, per):
 
 @ONE_PLACE
 def test_opcheck(where):
-    """Without test_schema: torch compares tensors there, which it cannot where they are 8-bit floats on a CPU."""
+    """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
     from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
 
     W = sparse(device=where)
@@ -393,7 +393,7 @@ EACH = one_of_each(
 @pytest.mark.slow
 @pytest.mark.parametrize("facts", [pytest.param(f, id=str(f.config), marks=getattr(pytest.mark, n)) for n, f in EACH])
 def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
-    """Those of blocks are in the additions. What else is asked of kernels, test_kernels_compile judges."""
+    """Block scales are part of the additions. test_kernels_compile checks everything else."""
     outcome = outcome_of(inspect_compiled, facts)
     assert not outcome.error and outcome.value.problems == ()
     codes, cfg = outcome.value.resources.opcodes, facts.config
@@ -407,7 +407,7 @@ def test_scales_of_columns_alone_are_multiplied(facts, outcome_of):
 
 @pytest.mark.gpu
 def test_a_full_matrix_is_the_dense_product():
-    """Of the same operands and K-tiles in the same order: the same sums."""
+    """The same operands and K-tiles in the same order: the same sums."""
     a, (b, scale) = numbers(512, 1024, device="cuda"), quantize(torch.randn(768, 1024, device="cuda"), per="row")
     W = BsrMatrix.from_dense(a, (128, 128), mask=torch.ones(4, 8, dtype=torch.bool, device="cuda"))
     one = W.with_values(W.values, torch.ones(W.nnz, device="cuda"))

@@ -1,4 +1,4 @@
-"""bsr_gated_linear of 8-bit floats, whose gate is one warpgroup's and what it multiplies another's; and its layer."""
+"""FP8 bsr_gated_linear: one warpgroup has the gate's rows, another the rows that it multiplies; and its layer."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def matrix(shape, block=(128, 128), *, dtype=E4M3, per="block", device="cpu") -> BsrMatrix:
-    """Of rows that differ in length, of which the second is empty."""
+    """A matrix with rows that differ in length, the second of them empty."""
     rows, columns = shape[0] // block[0], shape[1] // block[1]
     mask = torch.rand(rows, columns) < torch.linspace(0.9, 0.3, rows)[:, None]
     mask[1:2] = False
@@ -49,7 +49,7 @@ def exact_of(x, scale, W, activation, dtype):
 
 def assert_near(found, exact) -> None:
     """Within roundings, but for the few halves that rounded to the neighbour of what fp64 rounds to. Tensor cores keep
-    some 14 bits of the sums of 8-bit floats."""
+    some 14 bits of FP8 accumulators."""
     eps = max(torch.finfo(found.dtype).eps, 2.0**-11 if found.is_cuda else 2.0**-17)
     near = (found.double() - exact).abs() <= 3 * eps * (exact.abs() + exact.abs().mean())
     assert near.float().mean() > 0.999 and (found.double() - exact).norm() <= 2 * eps * exact.norm()
@@ -237,7 +237,7 @@ def test_the_same_bits_on_the_emulator(case):
 @needs_compiler
 @pytest.mark.slow
 def test_torch_s_gate_has_the_same_bits_on_the_emulator():
-    """Where no kernel has it: blocks of 64 rows; and an output that TMA does not store."""
+    """No kernel has it for blocks of 64 rows; and an output that TMA does not store."""
     for block, first in (((64, 64), 0), ((128, 128), 1)):
         W = matrix((256, 256), block)
         x, scale = tokens(70, W)

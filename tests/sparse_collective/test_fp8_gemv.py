@@ -96,7 +96,7 @@ def test_what_the_predicate_refuses():
 @pytest.mark.sm_90
 @pytest.mark.parametrize(("block", "stages"), [((128, 128), 8), ((64, 64), 16), ((32, 32), 32)], ids=str)
 def test_narrow_tiles_keep_as_many_bytes_under_way(block, stages):
-    """Of 17 to 64 tokens, by TMA."""
+    """For 17 to 64 tokens, by TMA."""
     spec, element = ARCHS["sm_90"], element_of("float8_e4m3fn")
     found = BSR.candidates("sm_90", BlockFacts(*block, "int32"), spec, element)
     found = [c.stages for c in found if (c.tile_m, c.tile_n, c.consumer_groups) == (64, 32, 1)]

@@ -232,7 +232,7 @@ def test_compiled(where, form):
 @ONE_PLACE
 @FORMS
 def test_opcheck(where, form):
-    """Without test_schema: torch compares tensors there, which it cannot where they are 8-bit floats on a CPU."""
+    """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
     from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
 
     W, groups = experts(form, device=where), numbers_of(GROUPS, where)

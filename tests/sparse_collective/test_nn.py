@@ -216,7 +216,7 @@ def test_a_lost_pattern():
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("start", ["cpu", "meta"])
 def test_load_a_state(place, assign, start):
-    """Of another pattern, with the same number of blocks and with others."""
+    """For another pattern, with the same number of blocks and with others."""
     if start == "meta" and not assign:
         pytest.skip("torch loads nothing into meta tensors without assign")
     for density in (0.5, 0.25, 1.0, 0.0):

@@ -1,4 +1,4 @@
-"""Layers of 8-bit floats for inference, and the recipe for training with an 8-bit forward from the documents."""
+"""FP8 layers for inference, and the documents' recipe for training with an FP8 forward pass."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=
 
 
 def feed_forward(where="cpu", bias=False) -> SwiGLU:
-    """Of 256 and 384 features, from dense layers, half of the blocks kept."""
+    """For 256 and 384 features, from dense layers, half of the blocks kept."""
     dense = [nn.Linear(n, k, bias, device=where, dtype=BF16) for n, k in ((256, 384), (256, 384), (384, 256))]
     return SwiGLU.from_linears(*dense, (64, 64), 0.5).eval()
 
@@ -124,7 +124,7 @@ def test_linear(where):
 
 @torch.no_grad()
 def test_a_model():
-    """Layers are swapped once, others stay; .to(), copies and the state keep 8-bit floats and scales."""
+    """Layers are swapped once, others stay; .to(), copies and the state keep FP8 values and scales."""
     shared = BsrLinear(256, 256, bias=False, blocksize=(64, 64), density=0.5, dtype=BF16)
     model = nn.Sequential(feed_forward(), shared, nn.LayerNorm(256, dtype=BF16), shared)
     x = tokens(8)
@@ -324,7 +324,7 @@ def test_moves_keep_dtypes():
 
 
 def test_other_layers_stay():
-    """Those of 2:4 values, also inside of a SwiGLU."""
+    """Layers with 2:4 values, also inside of a SwiGLU."""
     model = nn.Sequential(feed_forward(), feed_forward())
     prune_2_4_(model, filter_fn=lambda module, fqn: fqn != "1.down")
     report = quantize_(model)
@@ -454,7 +454,7 @@ def snippets(heading: str) -> list[str]:
 
 
 def test_the_recipe_for_training():
-    """Its forward is that of 8-bit floats, its gradients are those of the layer in bf16; and a layer learns."""
+    """Its forward pass is in FP8, its gradients are those of the layer in bf16; and a layer learns."""
     names = {}
     exec(compile(snippets("Train with an FP8 forward pass")[0], "fp8.md", "exec"), names)
     layer = BsrLinear(256, 192, blocksize=(64, 64), density=0.5, dtype=BF16)
@@ -513,7 +513,7 @@ def apart(layer: Float8SwiGLU, x) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)], ids=str)
 def test_a_chain_on_the_emulator(block):
-    """Of 3 tokens by the kernel for few columns, of 20 by narrow tiles. Kernels there run one after another."""
+    """For 3 tokens by the kernel for few columns, of 20 by narrow tiles. Kernels there run one after another."""
     layer = Float8SwiGLU(SwiGLU(256, 512, False, block, density=0.5, dtype=BF16)).eval()
     for rows in (3, 20):
         x = tokens(rows)
@@ -524,7 +524,7 @@ def test_a_chain_on_the_emulator(block):
 
 
 def test_hooks_end_a_chain(monkeypatch):
-    """What a hook launches may write the weights of the next product."""
+    """Kernels that a hook launches may write the weights of the next product."""
     layer, seen = Float8SwiGLU(feed_forward()), []
     monkeypatch.setattr(fp8, "quantized_gated", lambda *_, **more: seen.append(more))
     layer(tokens(2))

@@ -59,7 +59,7 @@ def test_bytes_kept_for_backward(place, bias, activation):
 
 
 def test_saved_tensors_hooks_hold_all_of_it(place):
-    """What they take away is freed before backward, and what they give back is what backward reads."""
+    """Tensors that they take are freed before backward, and tensors that they return are what backward reads."""
     model, x = model_of(place), torch.randn(24, 128, device=place)
     other = copy.deepcopy(model)
     held = []
@@ -120,7 +120,7 @@ def test_experts(place, one_pattern):
 
 
 def test_a_batch_keeps_no_values(place):
-    """Of one pattern for all items, a table for backward is kept with the pattern."""
+    """For one pattern for all items, a table for backward is kept with the pattern."""
     W = random_bsr((128, 128), (32, 32), per_row=2, device=place)
     pattern = type(W).stack([W, W, W]) if hasattr(type(W), "stack") else None
     values = pattern.values.float().requires_grad_()

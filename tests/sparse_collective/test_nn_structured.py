@@ -36,7 +36,7 @@ def blocks(where="cpu", M=192, K=256, *, density=0.5, dtype=BF16, **more) -> Bsr
 
 
 def linear(where="cpu", M=200, K=72, dtype=BF16, bias=True) -> nn.Linear:
-    """Of stored rows that are no multiples of 16 bytes."""
+    """For stored rows that are no multiples of 16 bytes."""
     return nn.Linear(K, M, bias, device=where).to(dtype).eval()
 
 

@@ -1,4 +1,4 @@
-"""What torch does with layers: autocast, checkpoints, torch.compile, export, optimizers, several processes."""
+"""Torch features with layers: autocast, checkpoints, torch.compile, export, optimizers, several processes."""
 
 import copy
 import os

@@ -67,7 +67,7 @@ def changed_by_hand(stored: Tensor, candidates: Tensor, keys: list[int], cols: i
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize(("rows", "cols"), GRIDS, ids=str)
 def test_which_blocks_are_stored_next(device, rows, cols, even, kind):
-    """Of equal scores the earlier block, NaN of either sign first; indices are written in place."""
+    """Among equal scores the earlier block, NaN of either sign first; indices are written in place."""
     for stored in sorted({1, cols // 3, cols} - {0}):
         keys = random_keys(rows, cols, rows * stored)
         if not even:
@@ -272,7 +272,7 @@ def test_a_change_in_a_cuda_graph(even):
 
 
 def test_views_follow_the_change():
-    """What is kept of the transposed view is made again after a write in place."""
+    """The cache of the transposed view is made again after a write in place."""
     W = bsr(cases.bernoulli(5, 7, 0.5), (16, 16))
     before = W.t()
     W.col_indices.add_(0)

@@ -1,4 +1,4 @@
-"""Which blocks are stored: scores, pruning, regrowth, the optimizer's state, and swapping the layers of a model."""
+"""Selection of the stored blocks: scores, pruning, regrowth, the optimizer's state, and layers of a model."""
 
 import copy
 import math
@@ -120,7 +120,7 @@ def test_scores_of_a_dense_layer_are_those_of_its_blocks():
 
 
 def test_input_norms(place):  # noqa: F811
-    """Of Wanda: |W| times the norm of the feature, over all batches; of sparse and of dense layers."""
+    """For Wanda: |W| times the norm of the feature, over all batches; of sparse and of dense layers."""
     model = nn.Sequential(layer_of(place), nn.Linear(96, 64, device=place, dtype=BF16))
     batches = [normal(2, 5, 128, device=place), normal(7, 128, device=place)]
     with InputNorms(model) as norms, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where the small-block kernel's products read its blocks in shared memory, by a model of TMA and of descriptors.
+"""Addresses at which the small-block kernel's WGMMAs read blocks in shared memory: a model of TMA and descriptors.
 
 TMA swizzles what it copies; WGMMA reads by descriptors, in the canonical layouts that PTX documents. Both are played
 here on the elements of one block, with the box, the descriptor and the steps that the kernel has.
@@ -21,7 +21,7 @@ BLOCKS = [(bm, k_bytes) for bm in (16, 32, 64) for k_bytes in (32, 64, 128, 256)
 
 
 def swizzled(address: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """Which 16 bytes of a row: those of the address, flipped by the number of the 128 bytes that they lie in."""
+    """The 16 bytes of a row: those of the address, flipped by the number of the 128 bytes that they lie in."""
     return address ^ (address >> 7 & row_bytes // 16 - 1) << 4
 
 

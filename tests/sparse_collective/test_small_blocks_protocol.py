@@ -125,6 +125,6 @@ def test_the_pipeline(cluster, stages, most, share):
 
 
 def test_a_ring_of_less_than_two_chunks_hangs():
-    """Why it is two: a chunk is given back only when the next one has been issued."""
+    """The minimum is two: a chunk is given back only when the next one has been issued."""
     with pytest.raises(AssertionError, match="hung"):
         products_of([[[4] * CONSUMERS] for _ in range(8)], 1, 4, 7, seed=0)

@@ -154,7 +154,7 @@ def test_a_graph_is_captured_again_after_a_change_of_the_pattern(device, even):
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 def test_a_graph_that_makes_its_tables_follows_changes_of_the_pattern(device, even):
-    """What is not known of a pattern when a graph is captured is made in each replay, of the indices as they are."""
+    """Tables that do not exist when a graph is captured are made in each replay, of the indices as they are."""
     one, other = two(device)
     change((one, other), 0, even)
     one.warm_up()
