@@ -32,7 +32,8 @@ from ...traced.activations import ACTIVATIONS
 from ..contexts import StoreCtx
 from .chunk import Chunk
 from .formula import Epilogue
-from .store_sm90 import SLAB_M, StoreSm90
+from .store_sm90 import StoreSm90
+from .writers_sm90 import SLAB_M
 
 WORDS = VECTOR_BYTES // 4  # of a vector
 
@@ -75,13 +76,11 @@ class GatedStoreSm90(StoreSm90):
         following,
     ):
         args, sD, extent = ctx.args, ctx.sD, ctx.extent
-        tma, gD = ctx.outs[0]
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
         out_m, out_n, outer_m = place
         col0, outer = out_n * self.tile_n, (outer_m, *batch)
-        copy_r2s, tRS_sD, shape = self.copies(ctx.tiled_mma, sD, tidx)
-        store = (tma, *self.partition(tma, sD, gD))
+        writer = self.writer(self, replace(ctx, warpgroup=group), tidx, warp)  # a constant
         # Load the scales of all chunks before the first barrier: later loads would each be waited for.
         columns = [None] * self.chunks
         if const_expr(self.each[1]):
@@ -106,13 +105,13 @@ class GatedStoreSm90(StoreSm90):
                 z = self.rounded(acc, e, args, columns[e], extent, outer, one)
                 other = cute.make_rmem_tensor(self.values, self.dtype)
                 cute.autovec_copy(self.slots(sD, buffer, tidx), self.words(other))
-                rOut = cute.make_rmem_tensor(shape, self.dtype)
+                rOut = writer.new_chunk()
                 self.multiply_gate(rOut, *((z, other) if group == 0 else (other, z)))
                 if const_expr(following is not None):
                     following.start(e, False)
                 at = (out_m, (col0, e), outer_m, batch[0])
                 # No store reads this buffer any more, so all of `buffers` stores may be in flight: no wait.
-                self.store_chunk(copy_r2s, rOut, tRS_sD, store, Int32(buffer), at, group, warp, self.buffers)
+                writer.store_chunk(rOut, 0, Int32(buffer), at, self.buffers)
         if const_expr(following is not None):
             following.wait()  # in this branch: no WGMMA may be in flight where branches meet
 

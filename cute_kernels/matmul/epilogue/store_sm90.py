@@ -1,17 +1,8 @@
 """The sm_90 store: accumulators through the epilogue into shared memory and out by TMA, or directly to global memory.
 
-Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns through its own ring of two
-buffers, so warpgroups never wait for each other:
-
-    all 128 threads    epilogue in registers, while earlier chunks are still being stored
-    warp 0             wait until the ring's buffer is free
-    all 128 threads    stmatrix, or 2 bytes at a time for FP8 -> fence
-    warp 0             TMA store of the chunk, commit
-
-With split-K, each CTA stores its share of a tile's chunks.
-
-`store_direct` writes element by element if D's strides or contiguous extent are not multiples of 16 bytes, as TMA
-needs.
+Each consumer warpgroup stores its own 64-row slabs in chunks of 64 rows x `epi_n` columns, through its own ring of
+buffers (writers_sm90), so warpgroups never wait for each other. With split-K, each CTA stores its share of a tile's
+chunks.
 """
 
 from dataclasses import replace
@@ -21,18 +12,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90_utils
 
-from ...tile.barriers import PRODUCT_STORE
-from ...tile.fp8 import packed, store_halves, turned
 from ...tile.hopper import WARPGROUP
 from ...tile.ptx import load_volatile
 from ..contexts import StoreCtx
 from . import formula
 from .chunk import Chunk
 from .formula import coordinates
+from .writers_sm90 import SLAB_M, DirectWriter, PackedWriter, TmaWriter
 
-SLAB_M = 64  # rows of one WGMMA
 PIECE = 32  # accumulators per call of the epilogue
 
 
@@ -66,9 +54,10 @@ class StoreSm90:
         self.slabs = cfg.tile_m // (SLAB_M * cfg.warps_m)  # 64-row slabs of one warpgroup
         box_n = cfg.tile_n // cfg.boxes_b if cfg.boxes_b > 1 else group_n
         self.epi_n = facts.chunk_columns(min(group_n, box_n))  # columns of one chunk
-        self.narrow, self.out_dtype = facts.narrow, facts.out_dtype
+        self.narrow, self.out_name = facts.narrow, facts.out_dtype
         self.n_major = facts.majors[2] != "m"
         self.tma = facts.tma_store
+        self.writer = (PackedWriter if self.narrow else TmaWriter) if self.tma else DirectWriter
         # An epilogue's arithmetic depends on no barrier, so the compiler would start it for all accumulators at once,
         # and the temporaries of 128 GELUs spill. A factor of 1.0, read from shared memory for each piece, keeps the
         # pieces apart. It multiplies the bias if there is one, which is fewer multiplications; with fewer registers
@@ -113,9 +102,7 @@ class StoreSm90:
         rank=None,  # of this CTA among those that share the tile (split-K)
         following=None,  # overlap_store.NextTile, whose WGMMAs start in accumulators that have been read
     ):
-        args, outs, sD, extent, group = ctx.args, ctx.outs, ctx.sD, ctx.extent, ctx.warpgroup
-        # gD: (64, epi_n, rest_m, rest_n, outer_m, L), TMA coordinates; or mD itself for store_direct
-        gD = outs[0][1]
+        args, extent, group = ctx.args, ctx.extent, ctx.warpgroup
         tidx = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(tidx // 32)
         group_m = group % self.warps_m
@@ -126,13 +113,7 @@ class StoreSm90:
         tCcD = ctx.thr_mma.partition_C(cute.make_identity_tensor((SLAB_M, self.group_n)))
 
         values = const_expr(SLAB_M * self.epi_n // WARPGROUP)
-        copy_r2s = None
-        if const_expr(self.tma):
-            stores = [(tma, *self.partition(tma, sD, g)) for tma, g in outs]
-        if const_expr(self.narrow):
-            tRS_sD, shape = sD, values // 4  # words
-        elif const_expr(self.tma):
-            copy_r2s, tRS_sD, shape = self.copies(ctx.tiled_mma, sD, tidx)
+        writer = self.writer(self, ctx, tidx, warp)
         rMax = cute.make_rmem_tensor(1, Float32)  # the largest magnitude that this thread has seen
         rMax[0] = Float32(0.0)
         piece = const_expr(min(values, self.piece) if self.anchored else values)
@@ -154,15 +135,14 @@ class StoreSm90:
                 col0 = (out_n * self.per_box + rest - e) * self.epi_n
             outer = (outer_m, *batch)
             if const_expr(self.boxes > 1):  # an absent box lies past the last block and must not be read
-                outer = (cutlass.min(outer_m, self.blocks(gD) - 1), *batch)
+                outer = (cutlass.min(outer_m, writer.blocks() - 1), *batch)
             at = const_expr(i * values)  # of the chunk's accumulators
             slab = out_m * (self.tile_m // SLAB_M) + s * self.warps_m + group_m
             if const_expr(self.gated):  # every second slab has the rows of `up`
                 at = const_expr((2 * (i // self.chunks) * self.chunks + i % self.chunks) * values)
                 slab = out_m * (self.tile_m // SLAB_M // 2) + s
             rows, columns = self.scales(i, args, corner, batch[0], rank, {} if self.anchored else loaded)
-            if const_expr(self.tma):
-                rOuts = [cute.make_rmem_tensor(shape, Int32 if self.narrow else self.dtype) for _ in outs]
+            writer.begin_chunk()
             for first in range_constexpr(0, values, piece):
                 one = load_volatile(ctx.one) if const_expr(self.anchored) else None
                 sums, begin = in_fp32(acc, at + first, piece)
@@ -176,41 +156,19 @@ class StoreSm90:
                 else:  # the accumulators of a chunk begin `values` after those of the chunk before
                     cD = coordinates(tCcD, first, piece, (slab * SLAB_M, col0 + e * self.epi_n))
                 factor = one if const_expr(self.by_bias) else None
-                parts = []  # D's chunk and z's
-                if const_expr(self.tma and not self.narrow):
-                    layout = cute.make_layout(piece)
-                    parts = [cute.make_tensor(rOut.iterator + first, layout) for rOut in rOuts]
-                elif const_expr(self.spec.stores_z):
-                    parts = [rD, cute.make_rmem_tensor(piece, Float32)]
-                rZ = parts[1] if const_expr(self.spec.stores_z) else None
-                piece_of_d = Chunk(args, rD, cD, extent, outer, factor, rZ, rMax)
-                self.epilogue.apply(piece_of_d)
+                rZ = writer.begin_piece(first, piece)
+                values_of_d = Chunk(args, rD, cD, extent, outer, factor, rZ, rMax)
+                self.epilogue.apply(values_of_d)
                 if const_expr(self.gated):
                     for v in range_constexpr(piece):
                         rD[v] = rD[v] * acc[at + self.chunks * values + first + v]
-                there = extent
-                if const_expr(self.boxes > 1 and not self.tma):
-                    there = (extent[0], extent[1] * Int32(outer_m < self.blocks(gD)))
+                values_of_d = replace(values_of_d, extent=writer.extent(outer_m))
                 if const_expr(self.narrow):
-                    self.epilogue.quantize(replace(piece_of_d, extent=there))
-                if const_expr(self.tma and self.narrow):
-                    for v in range_constexpr(0, piece, 4):
-                        rOuts[0][(first + v) // 4] = packed(rD, v, self.out_dtype)
-                elif const_expr(self.tma):
-                    parts[0].store(rD.load().to(self.dtype))
-                else:
-                    self.store_direct(rD, cD, gD, there, outer[:2])
-                    if const_expr(self.spec.stores_z):
-                        self.store_direct(rZ, cD, outs[1][1], there, outer[:2])
+                    self.epilogue.quantize(values_of_d)
+                writer.put(values_of_d, first)
             if const_expr(following is not None):
                 following.start(i, i == 0)
-            if const_expr(self.tma):
-                place = (slab, (col0, e), outer_m, batch[0])
-                for which in range_constexpr(len(outs)):
-                    number = const_expr(i * len(outs) + which)
-                    buffer = group * self.buffers + number % self.buffers
-                    pending = const_expr(self.pending(number, share * len(outs)))
-                    self.store_chunk(copy_r2s, rOuts[which], tRS_sD, stores[which], buffer, place, group, warp, pending)
+            writer.end_chunk(i, share, (slab, (col0, e), outer_m, batch[0]))
         if const_expr(following is not None):
             following.wait()
         if const_expr(self.narrow):
@@ -263,89 +221,6 @@ class StoreSm90:
         Buffers rotate, but each tile starts at buffer 0, which may be the last one that the previous tile used.
         """
         return 0 if number == 0 and total % self.buffers else self.buffers - 1
-
-    def copies(self, tiled_mma_group: cute.TiledMma, sD: cute.Tensor, tidx: Int32) -> tuple:
-        """(copy of a chunk from registers, its (R2S, R2S_M, R2S_N, PIPE) of sD, its shape in registers)"""
-        atom = sm90_utils.get_smem_store_op(self.layout_enum, self.dtype, Float32)
-        layout_atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(not self.n_major, 4), cutlass.Float16)
-        copy_r2s = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(layout_atom, tiled_mma_group))
-        thread = copy_r2s.get_slice(tidx)
-        return copy_r2s, thread.partition_D(sD), cute.shape(thread.partition_S(sD))[:3]
-
-    def partition(self, tma: cute.CopyAtom, sD: cute.Tensor, gD: cute.Tensor) -> tuple:
-        """(TMA, PIPE) and (TMA, rest_m, rest_n, outer_m, L)"""
-        return cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
-        )
-
-    @cute.jit
-    def store_chunk(
-        self,
-        copy_r2s: cute.TiledCopy | None,
-        rOut: cute.Tensor,
-        tRS_sD: cute.Tensor,  # (R2S, R2S_M, R2S_N, PIPE); sD itself for FP8
-        store: tuple,  # (TMA atom, its part of sD, its part of gD)
-        buffer: Int32,
-        place: tuple,  # rest_m, (column of the warpgroup's tile, chunk in it), outer_m, L
-        group: Int32,
-        warp: Int32,  # in the warpgroup
-        pending: cutlass.Constexpr,  # earlier stores that may still read their buffers
-    ):
-        """Store a chunk from registers through a buffer of the ring."""
-        tma, bSG_sD, bSG_gD = store
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(pending, read=True)
-        self.sync(group)
-        if const_expr(self.narrow):
-            self.write_words(rOut, tRS_sD, buffer)
-        else:
-            cute.copy(copy_r2s, rOut, tRS_sD[None, None, None, buffer])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync(group)
-        if warp == 0:
-            slab, (col0, e), *outer = place
-            cute.copy(tma, bSG_sD[None, buffer], bSG_gD[None, slab, col0 // self.epi_n + e, *outer])
-            cute.arch.cp_async_bulk_commit_group()
-
-    def write_words(self, words: cute.Tensor, sD: cute.Tensor, buffer: Int32) -> None:
-        """Write an FP8 chunk, a word per 8 columns (tile.fp8), to its buffer.
-
-        TMA's swizzle xors address bits 4 and up with bits 7 and up, as many as a buffer row has units of 16 bytes. The
-        stores of a warp have no bank conflicts.
-        """
-        row_bytes = self.epi_n if self.n_major else SLAB_M
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        lane, warp = tidx % 32, tidx // 32
-        g, t = lane // 4, lane % 4
-        base = sD.iterator.toint() + buffer * (SLAB_M * self.epi_n)
-        for j in range(self.epi_n // 8):
-            word = words[j]
-            if self.n_major:  # a row of the buffer is a row of D
-                swizzle = (g * row_bytes >> 3) & (row_bytes - 16)
-                at = base + (warp * 16 + g) * row_bytes + ((j // 2 * 16) ^ swizzle) + j % 2 * 8 + 2 * t
-                store_halves(word, at, at + 8 * row_bytes)
-            else:  # a row is a column of D; a thread of transposed words has one column
-                row, column = warp * 16 + g // 2 * 2, 2 * t + g % 2
-                at = base + (j * 8 + column) * row_bytes
-                swizzle = t * 16
-                store_halves(turned(word, lane), at + (row ^ swizzle), at + ((row + 8) ^ swizzle))
-
-    def blocks(self, gD: cute.Tensor):
-        """The extent of outer_m."""
-        return gD.shape[4 if self.tma else 2]
-
-    @cute.jit
-    def store_direct(self, rD: cute.Tensor, cD: list, mD: cute.Tensor, extent: tuple, outer: tuple):
-        if const_expr(self.narrow):
-            formula.store_bytes(rD, cD, mD, extent, outer, self.out_dtype)
-        else:
-            for v in range_constexpr(cute.size(rD)):
-                if cute.elem_less(cD[v], extent):
-                    mD[cD[v][0], cD[v][1], outer[0], outer[1]] = rD[v].to(self.dtype)
-
-    def sync(self, group):
-        """Synchronize the 128 threads of one warpgroup."""
-        cute.arch.barrier(barrier_id=PRODUCT_STORE + group, number_of_threads=WARPGROUP)
 
     def drain(self):
         """Wait until TMA stores have read shared memory, as they must before the CTA exits."""
