@@ -27,7 +27,7 @@ def loop_of(facts) -> tuple:
     if not isinstance(cfg, GemmConfig):  # small-M kernels: an instance for each configuration
         return cfg, block.scaled
     schedule = cfg.split > 1, cfg.consumer_groups, cfg.rings, cfg.cluster > 1
-    loop = facts.promotes, facts.takes_turns, facts.a_in_registers, facts.begins_ahead
+    loop = facts.promotes, facts.takes_turns, facts.a_in_registers, facts.overlaps_store
     return schedule, loop, block and (len(facts.k_blocks) > 1, block.scaled)
 
 

@@ -386,7 +386,7 @@ def test_opcheck(where):
 KERNELS = [(name, facts) for name in ("sm_89", "sm_90") for facts in catalogue.float8_kernels(BSR, name, False)]
 SCALED = [(n, f) for n, f in KERNELS if f.block.scaled and f.epilogue == EpilogueSpec(scale_n="column")]
 EACH = one_of_each(
-    SCALED, lambda f: (f.arch, f.begins_ahead, f.takes_turns, f.block.bk % 128), lambda kernel: kernel[1]
+    SCALED, lambda f: (f.arch, f.overlaps_store, f.takes_turns, f.block.bk % 128), lambda kernel: kernel[1]
 )
 
 
