@@ -25,6 +25,7 @@ SM_90_CASES = [
     (64, 256, {"seqlens": True, "window": BOTH}),
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
     (128, 128, ALL | {"split": False, "sinks": "float32"}),
+    (128, 128, {"seqlens": True, "lse": True, "out_dtype": "float32"}),
 ]
 # A cache with sequence lengths and split-KV: ALiBi, causal, also paged, and a bias (B, H, Sq, Sk).
 SCORED: dict[str, Any] = {"seqlens": True, "split": True, "lse": True, "window": WindowKind(right=True)}
@@ -39,6 +40,7 @@ SM_80_CASES = [
     (128, 128, {"seqlens": True, "split": True, "lse": True}),
     (128, 128, {"seqlens": True, "spans": True, "split": True, "window": BOTH}),
     *((64, 64, GPT_OSS | {"split": split}) for split in (False, True)),
+    (128, 128, {"seqlens": True, "lse": True, "out_dtype": "float32"}),
 ]
 # FP8 caches: each head dimension with all features; plain; and other features that change the kernel.
 SCALES: dict[str, Any] = {"k_descale": True, "v_descale": True}

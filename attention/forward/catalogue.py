@@ -54,8 +54,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
     """On sm_90 and sm_80: the first candidate for each feature set, and the other candidates with LSE. On other GPUs:
     the selected configurations.
 
-    The third feature set, packed sequences with the two middle sets, and score functions are listed at one head
-    dimension.
+    The third feature set, packed sequences with the two middle sets, score functions and FP32 outputs are listed at one
+    head dimension; FP32 outputs also at 512.
     """
     if quick:
         yield pick(FlashFacts(spec.target, spec.path, None, window=WindowKind(right=True), lse=True), EXTENTS)
@@ -78,6 +78,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
             yield pick(replace(facts, blocks=BlockKind(128, 128, None), score=SCORES["bias"]), EXTENTS)
             yield pick(replace(facts, window=WindowKind(right=True), score=SCORES["slopes"], offsets=True), EXTENTS)
             yield pick(replace(facts, blocks=BlockKind(128, 128, MASKS["tensors"]), offsets=True), EXTENTS)
+            yield pick(replace(facts, window=WindowKind(right=True), offsets=True, out_dtype="float32"), EXTENTS)
             packed = replace(facts, packed=True)
             yield pick(replace(packed, window=WindowKind(right=True), score=SCORES["slopes"]), EXTENTS)
             yield pick(replace(packed, score=SCORES["bias"].kept_inside), EXTENTS)
@@ -112,6 +113,7 @@ def head_dim_512(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:
         for facts in (replace(plain, window=FEATURES[1][0]), replace(terms, window=FEATURES[2][0])):
             facts = pick(facts, EXTENTS)
             yield replace(facts, config=replace(facts.config, dynamic=path == "sm_90"))
+        yield pick(replace(terms, out_dtype="float32"), EXTENTS)
     yield pick(replace(terms, window=FEATURES[2][0], packed=True), EXTENTS)
     yield pick(replace(terms, blocks=BlockKind(64, 64, MASKS["tensors"])), EXTENTS)
 
