@@ -145,7 +145,7 @@ def _four_dimensions(q, k, v, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor,
             raise ValueError(f"{OP}: query, key and value of shapes {shapes} have batches that do not agree") from None
     h, hk, hv = heads
     if enable_gqa:
-        if min(heads) < 1 or h % hk or h % hv:
+        if not h == hk == hv and (min(heads) < 1 or h % hk or h % hv):
             raise ValueError(f"{OP}: {h} heads of query must be a multiple of {hk} of key and of {hv} of value")
         kv_heads = hk if hk == hv else h
         k, v = (t if n == kv_heads else t.repeat_interleave(h // n, -3) for t, n in ((k, hk), (v, hv)))
