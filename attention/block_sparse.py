@@ -8,30 +8,26 @@ from functools import partial
 
 import torch
 
-from cute_kernels.runtime.call_plan import PlanCache
-from cute_kernels.runtime.device import forced_path
 from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
 
 from . import checks, fp8
 from . import plan as planning
+from .arguments import AttentionArgs
 from .forward.config import BlockKind
 from .forward.heuristics import heads_in_l2
 from .masks import cache as mask_cache
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
-from .masks.score_mod import bound
-from .plan import FlashPlan, launch, without_kernel
+from .plan import FlashPlan
 from .positions import Offsets, check_offsets, lengths_at
-from .sinks import check_sinks
 
 OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
-_PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
 def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
@@ -156,105 +152,65 @@ def _converted(q, k, block_mask) -> BlockMask:
         if block_mask.layout is torch.sparse_bsr:
             return mask_cache.of_torch_bsr(block_mask)
         return mask_cache.of_blocks(block_mask, (q.shape[-2], k.shape[-2]))
-    raise TypeError(
-        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
-        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
-    )
+    return checks.refuse_mask(block_mask)
 
 
-def launch_blocks(
-    q, k, v, mask: BlockMask, causal, softcap, scale, return_lse, out, sinks=None, score=None, scales=(None,) * 3,
-    fast: bool = False, q_offset: int | None = None, k_offset: int | None = None,
-) -> tuple:  # fmt: skip
-    """block_sparse_attention on a GPU, with the mask converted: (out, lse), lse None where none is asked for.
+def prepared(args: AttentionArgs) -> tuple:
+    """The block mask of a call, before its plan is looked up.
 
-    scales: dequantization scales of FP8 q, k and v, each or None.
+    Returns:
+        (mask, masked, reads, facts, lists): block_mask as a BlockMask; the same with causal; the tensors, and then the
+        numbers, that its element mask reads; what a plan depends on, None without a kernel or if an argument is wrong;
+        and the tensors that `out` must not overlap.
     """
-    masked, reads = mask, ()  # what the element mask reads: tensors, and then numbers
-    try:
-        if causal:  # whose bound may be a number that the kernel reads, or a constant
-            masked = with_causal(mask)
-        offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
-        element, reads = element_of(masked, *q.shape[:2], offsets)
-        terms = (
-            causal, softcap, scale, return_lse, forced_path(), out is None, offsets,
-            mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element,
-            None if score is None else score.mod, sinks is None, *(s is None for s in scales), fast,
-        )  # fmt: skip
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        terms = None  # the checks will say what is wrong
-    tensors = q, k, v
-    if out is not None:
-        tensors += (out, *mask.lists(), *(t for t in reads if isinstance(t, torch.Tensor)))
-    if score is not None:
-        tensors += score.tensors
-    if sinks is not None:
-        tensors += (sinks,)
-    tensors += fp8.given(scales)
-    plan = _PLANS.known(terms, tensors, out)
-    if plan is None:
-        more = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-        more |= {"sinks": sinks, "score_mod": score} | dict(zip(fp8.SCALES, scales, strict=True))
-        more |= {"use_fast_accum": fast, "q_offset": q_offset, "k_offset": k_offset}
-        plan = _PLANS.checked(OP, terms, tensors, out, partial(plan_block_sparse, q, k, v, mask, **more))
-    if plan.function is None:
-        return without_kernel(plan, None, out, sinks)  # nothing to compute
-    blocks = *blocks_of(masked, *q.shape[:2], *plan.order), *reads
-    more = None, None, blocks, None if score is None else score.reads
-    if plan.scale_shapes is not None:
-        more += fp8.as_planned(plan, scales)
-    return launch(plan, q, k, v, out, more, sinks)
+    q = args.q
+    mask = masked = as_block_mask(q, args.k, args.block_mask)
+    reads, facts, lists = (), None, ()
+    if planning.has_kernel(q):
+        try:
+            if args.causal:  # whose bound may be a number that the kernel reads, or a constant
+                masked = with_causal(mask)
+            offsets = check_offsets(OP, args.q_offset, args.k_offset, *mask.lengths)
+            element, reads = element_of(masked, *q.shape[:2], offsets)
+            facts = mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            pass  # the checks will say what is wrong
+    if args.out is not None:
+        lists = *mask.lists(), *(t for t in reads if isinstance(t, torch.Tensor))
+    return mask, masked, reads, facts, lists
 
 
-def plan_block_sparse(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
-    q_offset=None, k_offset=None,
-) -> FlashPlan:  # fmt: skip
-    """Check a call's arguments and select its kernel, without launching it."""
-    checks.check_fast(OP, q, k, v, use_fast_accum)
-    mask = as_block_mask(q, k, block_mask)
-    scales, out_dtype = (q_descale, k_descale, v_descale), None
-    if fp8.serves(q, q_descale):
-        fp8.check(OP, q, k, v, scales)
-        out_dtype = fp8.out_dtype(OP, q, out)
+def plan_block_sparse(args: AttentionArgs) -> FlashPlan:
+    """dispatch.plan_attention of a call with a block mask."""
+    q, k, v = args[:3]
+    mask = as_block_mask(q, k, args.block_mask)
+    checks.refuse_with_mask(OP, args)
+    narrow = fp8.serves(args)
+    if narrow:
+        fp8.check(args)
     else:
-        if k_descale is not None or v_descale is not None:
-            checks.check_wide(OP, "a block mask and q of 16 bits", k, v, k_descale, v_descale)
+        if args.k_descale is not None or args.v_descale is not None:
+            checks.check_wide(args, "a block mask and q of 16 bits")
         checks.check_qkv(OP, q, k, v)
-    check_sinks(OP, sinks, q)
-    shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
-    plan = planning.checked_plan(OP, q, k, v, *shapes, k.shape[2], softcap, scale, return_lse, out, out_dtype)
+    plan = planning.checked_plan(args, (*q.shape[:3], v.shape[-1]), q.shape[:3], k.shape[2])
     checks.check_block_mask(OP, mask, q, k)
-    window_bounds(None, causal)  # checks causal
-    offsets = check_offsets(OP, q_offset, k_offset, *mask.lengths)
-    checks.check_causal_blocks(OP, causal, offsets)
-    score = bound(score_mod, q.device)
-    if score is not None:
-        checks.check_score(OP, score, q.shape[:2], lengths_at(mask.lengths, offsets), softcap)
-    elif mask.mask_mod is None:
-        offsets = None  # nothing depends on positions
-    if not plan.empty and planning.has_kernel(q):
-        choose = None
-        if out_dtype is not None:
-            choose = fp8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
-        _plan_kernel(plan, q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, choose, offsets)
-    return plan
-
-
-def _plan_kernel(
-    plan: FlashPlan, q, k, v, mask: BlockMask, causal, softcap, scale, lse, out, sinks, score, choose, offsets
-) -> None:
-    """Fill in the kernel of a plan whose arguments are right."""
-    masked = with_causal(mask) if causal else mask
-    extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    terms = {"extents": extents, "bounds": (None, None), "softcap": softcap, "scale": scale, "lse": lse}
-    terms |= {"sinks": sinks, "choose": choose, "offsets": offsets}
+    window_bounds(None, args.causal)  # checks causal
+    offsets = check_offsets(OP, args.q_offset, args.k_offset, *mask.lengths)
+    checks.check_causal_blocks(OP, args.causal, offsets)
+    if args.score_mod is not None:
+        checks.check_score(args, q.shape[:2], lengths_at(mask.lengths, offsets))
+    if plan.empty or not planning.has_kernel(q):
+        return plan
+    masked = with_causal(mask) if args.causal else mask
     element, _ = element_of(masked, *q.shape[:2], offsets)
-    planning.plan_kernel(plan, q, k, v, out, **terms, blocks=BlockKind(*mask.blocksize, element), score=score)
+    shifted = offsets is not None and (args.score_mod is not None or mask.mask_mod is not None)
+    terms = {"offsets": shifted, "choose": fp8.choose_kernel(args) if narrow else None}
+    extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    planning.plan_kernel(plan, args, extents=extents, **terms, blocks=BlockKind(*mask.blocksize, element))
     tile_m = plan.facts.config.tile_m
     l2_heads = heads_in_l2(k.shape[2], plan.facts.kv_row_bytes)
     plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])
     tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")
+    return plan

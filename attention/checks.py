@@ -1,11 +1,14 @@
 """Checks of attention's arguments, before any kernel launch."""
 
+from typing import NoReturn
+
 import torch
 
 from cute_kernels import checks
-from cute_kernels.dtypes import FLOAT8, accumulator
+from cute_kernels.dtypes import FLOAT8, NAMES, accumulator, default_out_dtype
 from cute_kernels.runtime.device import plans_kernel
 
+from .arguments import AttentionArgs
 from .forward.heuristics import HEAD_DIMS, WIDE, head_dims_text
 from .masks.block_lists import MOST
 
@@ -58,22 +61,26 @@ def narrow(k, v) -> bool:
     return getattr(k, "dtype", None) in FLOAT8 or getattr(v, "dtype", None) in FLOAT8
 
 
-def check_differentiable(op: str, k, v, scales: tuple, cache: bool = False) -> None:
-    """Check a call that requires gradients: no KV cache, no FP8, and no dequantization scales, which nothing reads."""
-    if cache or narrow(k, v):
+def check_differentiable(args: AttentionArgs) -> None:
+    """Check a call that requires gradients: no KV cache, no FP8, no dequantization scales, which nothing reads, and
+    head dimensions with a backward kernel."""
+    q, k, v = args[:3]
+    if args.seqused_k is not None or args.page_table is not None or narrow(k, v):
         raise RuntimeError(NO_CACHE)
-    if any([scale is not None for scale in scales]):
+    if args.q_descale is not None or args.k_descale is not None or args.v_descale is not None:
         raise TypeError(
-            f"{op}: q_descale, k_descale and v_descale require FP8 operands, and k is {getattr(k, 'dtype', type(k))}; "
-            "multiply by them first, as (k * k_descale).to(k.dtype)"
+            f"{args.op}: q_descale, k_descale and v_descale require FP8 operands, and k is "
+            f"{getattr(k, 'dtype', type(k))}; multiply by them first, as (k * k_descale).to(k.dtype)"
         )
+    if isinstance(q, torch.Tensor) and isinstance(v, torch.Tensor) and q.dim() and v.dim():
+        check_gradient_dims(args.op, q, v, plans_kernel(q.device))
 
 
-def check_wide(op: str, form: str, k, v, k_descale=None, v_descale=None) -> None:
+def check_wide(args: AttentionArgs, form: str) -> None:
     """Check calls whose `form` has no FP8 kernel."""
-    if narrow(k, v) or k_descale is not None or v_descale is not None:
+    if narrow(args.k, args.v) or args.k_descale is not None or args.v_descale is not None:
         raise TypeError(
-            f"{op}: with {form} k and v are of q's dtype, without k_descale and v_descale; give q and k in "
+            f"{args.op}: with {form} k and v are of q's dtype, without k_descale and v_descale; give q and k in "
             "torch.float8_e4m3fn, too (sm_90), or dequantize k and v, as (k.float() * scale).to(q.dtype) with a scale "
             "that broadcasts over k; FP8 caches (seqused_k) go with a 16-bit q"
         )
@@ -89,13 +96,13 @@ def check_scale(op: str, scale, softcap) -> None:
             raise ValueError(f"{op}: {name} is {value}; it must be above 0 and finite")
 
 
-def check_score(op: str, score, items: tuple[int, int], lengths: tuple[int, int], softcap) -> None:
+def check_score(args: AttentionArgs, items: tuple[int, int], lengths: tuple[int, int]) -> None:
     """Check a score_mod.BoundScore against items (batch size, heads) and the lengths of the scores."""
-    if softcap is not None:
+    if args.softcap is not None:
         raise ValueError(
-            f"{op}: softcap and score_mod are not both possible; write c * torch.tanh(score / c) in the score_mod"
+            f"{args.op}: softcap and score_mod are not both possible; write c * torch.tanh(score / c) in the score_mod"
         )
-    score.check(*items, lengths)
+    args.score_mod.check(*items, lengths)
 
 
 def check_deterministic(op: str, deterministic) -> None:
@@ -103,16 +110,25 @@ def check_deterministic(op: str, deterministic) -> None:
         raise TypeError(f"{op}: deterministic must be True, False or None, got {deterministic!r}")
 
 
-def check_fast(op: str, q, k, v, use_fast_accum) -> None:
+def check_fast(args: AttentionArgs) -> None:
     """Check use_fast_accum: True requires FP8 q, k and v, since other kernels have one kind of accumulation."""
-    if not isinstance(use_fast_accum, bool):
-        raise TypeError(f"{op}: use_fast_accum must be True or False, got {use_fast_accum!r}")
-    if use_fast_accum and any(getattr(t, "dtype", None) not in FLOAT8 for t in (q, k, v)):
-        dtypes = ", ".join(str(getattr(t, "dtype", type(t))) for t in (q, k, v))
+    if not isinstance(args.use_fast_accum, bool):
+        raise TypeError(f"{args.op}: use_fast_accum must be True or False, got {args.use_fast_accum!r}")
+    if args.use_fast_accum and any(getattr(t, "dtype", None) not in FLOAT8 for t in args[:3]):
+        dtypes = ", ".join(str(getattr(t, "dtype", type(t))) for t in args[:3])
         raise TypeError(
-            f"{op}: use_fast_accum requires q, k and v in torch.float8_e4m3fn, got {dtypes}; leave it out, or quantize "
-            "them"
+            f"{args.op}: use_fast_accum requires q, k and v in torch.float8_e4m3fn, got {dtypes}; leave it out, "
+            "or quantize them"
         )
+
+
+def out_dtype(op: str, q, out) -> torch.dtype:
+    """The output dtype: q's. For FP8 q out's (bfloat16, float16 or float32), or bfloat16 by default."""
+    if q.dtype not in FLOAT8 or not isinstance(out, torch.Tensor):  # an `out` that is no tensor: check_out raises
+        return default_out_dtype(q.dtype)
+    if out.dtype not in NAMES:
+        raise TypeError(f"{op}: out is {out.dtype}; of a q of 8 bits it is {', '.join(map(str, NAMES))}")
+    return out.dtype
 
 
 def check_head_dims(op: str, q, v) -> None:
@@ -182,30 +198,40 @@ def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype) -> None:
         raise TypeError(f"{op}: grad_dtype must be None, {q.dtype} or {wide}, got {grad_dtype!r}")
 
 
-def refuse_with_mask(op: str, window_size, cu_q, cu_k) -> None:
+MASK_ADVICE = {  # arguments of attention that are not supported with a block mask -> what serves instead
+    "cu_seqlens_q": (
+        "a mask keeps packed sequences apart: pass q.transpose(0, 1)[None], k and v alike, and block_mask & "
+        "patterns.packed_documents(cu_seqlens_q, cu_seqlens_k, lengths=(total_q, total_k))"
+    ),
+    "seqused_k": (
+        "gather the pages with k.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3), v alike, which copies "
+        "them, and let mask_mod see kv < seqused_k[b]; or call attention, which reads pages in place"
+    ),
+    "window_size": "pass block_mask & patterns.sliding_window(lengths, window_size)",
+}
+MASK_ADVICE["cu_seqlens_k"], MASK_ADVICE["page_table"] = MASK_ADVICE["cu_seqlens_q"], MASK_ADVICE["seqused_k"]
+
+
+def refuse_with_mask(op: str, args: AttentionArgs) -> None:
     """Raise for arguments that are not supported together with a block mask."""
-    if cu_q is not None or cu_k is not None or window_size is not None:
-        name, pattern = ("cu_seqlens", "packed_documents") if window_size is None else ("window_size", "sliding_window")
-        raise TypeError(f"{op}: block_mask is not supported with {name}; pass block_mask & patterns.{pattern}(...)")
+    for name, advice in MASK_ADVICE.items():
+        if getattr(args, name) is not None:
+            raise TypeError(f"{op}: block_mask is not supported with {name}; {advice}")
 
 
 def refuse_options(op: str, options: dict) -> None:
     """Raise TypeError for unsupported keywords of block_sparse_attention, with alternatives for those of attention."""
     name = next(iter(options))
-    advice = ""
-    if name in ("cu_seqlens_q", "cu_seqlens_k"):
-        advice = (
-            "; a mask keeps packed sequences apart: pass q.transpose(0, 1)[None], k and v alike, and block_mask & "
-            "patterns.packed_documents(cu_seqlens_q, cu_seqlens_k, lengths=(total_q, total_k))"
-        )
-    elif name in ("seqused_k", "page_table"):
-        advice = (
-            "; gather the pages with k.transpose(0, 1)[:, page_table].transpose(0, 1).flatten(2, 3), v alike, which "
-            "copies them, and let mask_mod see kv < seqused_k[b]; or call attention, which reads pages in place"
-        )
-    elif name == "window_size":
-        advice = "; pass block_mask & patterns.sliding_window(lengths, window_size)"
+    advice = f"; {MASK_ADVICE[name]}" if name in MASK_ADVICE else ""
     raise TypeError(f"{op}() has no argument {name!r}{advice}")
+
+
+def refuse_mask(block_mask) -> NoReturn:
+    """Raise TypeError for a block_mask of an unsupported type."""
+    raise TypeError(
+        "block_sparse_attention: block_mask must be a BlockMask, FlexAttention's BlockMask, a BsrMatrix, a "
+        f"torch.sparse_bsr or a bool tensor, got {type(block_mask).__name__}"
+    )
 
 
 def check_out(op: str, out, shape, dtype, device) -> None:

@@ -5,217 +5,157 @@ A call whose metadata is in the plan cache costs a lookup, a test of its tensors
 
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from cute_kernels import checks as common
-from cute_kernels.dtypes import accumulator
+from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
-from cute_kernels.runtime.front import check_plain
+from cute_kernels.runtime.workspace import zeros
 
-from . import checks, fp8, reference
+from . import checks, fp8, packed, reference
 from . import plan as planning
-from .block_sparse import as_block_mask, launch_blocks, plan_block_sparse
+from .arguments import ABSENT, OPTIONAL, VALUES, AttentionArgs
+from .block_sparse import blocks_of, plan_block_sparse, prepared
 from .decode import checks as cache_checks
 from .decode import heuristics as decode
 from .masks.mask_mods import window_bounds
 from .masks.score_mod import bound
-from .packed import attention_packed, plan_packed
-from .plan import FlashPlan, launch, without_kernel
-from .positions import check_offsets, lengths_at, refuse_offsets
-from .sinks import check_sinks
+from .plan import OFFSETS, FlashPlan, without_kernel
+from .positions import Offsets, check_offsets, lengths_at, refuse_offsets
 
 _PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
 
-def attention(
-    q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False, q_offset=None, k_offset=None,
-):  # fmt: skip
-    """See ops.attention. `deterministic` is backward's: forward is in any case."""
-    if type(window_size) is list:
-        window_size = tuple(window_size)
-    score = None if score_mod is None else bound_to(score_mod, q)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqused_k, page_table, q_offset, k_offset)
-        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score}
-        scales = _scales_of_packed(q, k, v, q_descale, k_descale, v_descale)
-        terms |= {"return_lse": return_lse, "out": out, "scales": scales}
-        terms["fast"] = use_fast_accum
-        return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
-    terms = (
-        causal, window_size, softcap, scale, return_lse, forced_path(), decode.forced_splits(),
-        out is None, seqused_k is None, page_table is None, None if score is None else score.mod, sinks is None,
-        q_descale is None, k_descale is None, v_descale is None, use_fast_accum, q_offset, k_offset,
-    )  # fmt: skip
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    if seqused_k is not None or page_table is not None:
-        seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
-        tensors += (seqused_k,) if page_table is None else (seqused_k, page_table)
+def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
+    """ops.attention and ops.block_sparse_attention; a score_mod is a BoundScore. `deterministic` is backward's: forward
+    is in any case."""
+    out, score, cu_seqlens_q = args.out, args.score_mod, args.cu_seqlens_q
+    if args.seqused_k is not None or args.page_table is not None:
+        args = cache_checks.with_unit_strides(args)
+    optional = args[OPTIONAL]
+    given, tensors = tuple(map(type, optional)), args[:3]
+    once = cu_seqlens_q is not None and cu_seqlens_q is args.cu_seqlens_k
+    if given != ABSENT:
+        more = [t for t in optional if t is not None]
+        if once:
+            del more[1 if out is None else 2]
+        tensors = *tensors, *more
+    shifted = args.q_offset is not None or args.k_offset is not None
+    key = *args[VALUES], given, once, shifted, forced_path(), decode.forced_splits()
     if score is not None:
-        tensors += score.tensors
-    if sinks is not None:
-        tensors += (sinks,)
-    if q_descale is not None:
-        tensors += (q_descale,)
-    if k_descale is not None:
-        tensors += (k_descale,)
-    if v_descale is not None:
-        tensors += (v_descale,)
-    plan = _PLANS.known(terms, tensors, out)
+        key, tensors = (*key, score.mod), tensors + score.tensors
+    mask = masked = None
+    if args.block_mask is not None:
+        mask, masked, reads, facts, lists = prepared(args)
+        key, tensors = facts and (*key, facts), tensors + lists
+    plan = _PLANS.known(key, tensors, out)
+    if plan is None or plan.function is None:
+        args = args if mask is None else args._replace(block_mask=mask)
     if plan is None:
-        make = partial(
-            plan_attention, q, k, v, causal=causal, window_size=window_size, softcap=softcap, scale=scale,
-            return_lse=return_lse, out=out, seqused_k=seqused_k, page_table=page_table, sinks=sinks, score_mod=score,
-            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, use_fast_accum=use_fast_accum,
-            q_offset=q_offset, k_offset=k_offset,
-        )  # fmt: skip
-        plan = _PLANS.checked("attention", terms, tensors, out, make)
+        plan = _PLANS.checked(args.op, key, tensors, out, partial(plan_attention, args))
+    offsets = offsets_of(args) if shifted else None
     if plan.function is None:
-        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
-        if q_offset is not None or k_offset is not None:
-            terms |= {"q_offset": q_offset, "k_offset": k_offset}
-        if seqused_k is not None:
-            terms |= {"seqused_k": seqused_k, "page_table": page_table}
-        if fp8.serves(q, None):
-            terms["scales"] = q_descale, k_descale, v_descale
-        elif checks.narrow(k, v):
-            terms |= {
-                "k_descale": cache_checks.of_heads(k_descale, q, k),
-                "v_descale": cache_checks.of_heads(v_descale, q, k),
-            }
-        if score is not None:
-            terms["score_mod"] = score
-        out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms), out, sinks)
-    elif plan.facts.family == decode.FAMILY:
-        more = seqused_k, page_table, None if score is None else score.reads
+        out, lse = without_kernel(plan, partial(_reference, args), out, args.sinks)
+    else:
+        blocks = None if mask is None else (*blocks_of(masked, *args.q.shape[:2], *plan.order), *reads)
+        out, lse = launch(plan, args, blocks, offsets)
+    return (out, lse) if args.return_lse else out
+
+
+def launch(plan: FlashPlan, args: AttentionArgs, blocks: tuple | None = None, offsets: Offsets = None) -> tuple:
+    """Run the plan's kernel; returns (out, lse), lse None where none is asked for. blocks: the kernel's arguments of a
+    block mask."""
+    q, k, v, out = args[:4]
+    if out is None:
+        out = plan.new(*plan.out_layout)
+    lse = plan.new(*plan.lse_layout) if plan.facts.lse else None
+    reads = None if args.score_mod is None else args.score_mod.reads
+    if plan.facts.family == decode.FAMILY:
+        more = args.seqused_k, args.page_table, reads
         if plan.facts.cache is not None:
-            more += cache_checks.of_heads(k_descale, q, k), cache_checks.of_heads(v_descale, q, k)
-        out, lse = launch(plan, q, k, v, out, more, sinks)
-    elif plan.scale_shapes is not None:
-        scales = fp8.as_planned(plan, (q_descale, k_descale, v_descale))
-        more = None, None, None, None if score is None else score.reads, *scales
-        out, lse = launch(plan, q, k, v, out, more, sinks)
+            more += cache_checks.of_heads(args.k_descale, q, k), cache_checks.of_heads(args.v_descale, q, k)
     else:
-        out, lse = launch(plan, q, k, v, out, None if score is None else (None, None, None, score.reads), sinks)
-    return (out, lse) if return_lse else out
+        more = args.cu_seqlens_q, args.cu_seqlens_k, blocks, reads
+        if plan.scale_shapes is not None:
+            more += fp8.as_planned(plan, args.descales)
+    if plan.takes_counter:
+        more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
+    scalars = plan.scalars
+    if offsets is not None and plan.facts.offsets:
+        scalars = *scalars[:OFFSETS], offsets, *scalars[OFFSETS + 1 :]
+    d = out
+    if plan.views:
+        q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
+    if plan.values is not None:
+        v = plan.values(v, args.cu_seqlens_k)
+    plan.function(q, k, v, d, lse, args.sinks, *more, *scalars)
+    return out, lse
 
 
-def block_sparse_attention(
-    q, k, v, block_mask, *, causal=False, softcap=None, scale=None, return_lse=False, out=None, sinks=None,
-    deterministic=None, score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False,
-    q_offset=None, k_offset=None,
-):  # fmt: skip
-    """See ops.block_sparse_attention. `deterministic` is backward's: forward is in any case."""
-    mask = as_block_mask(q, k, block_mask)
-    score = None if score_mod is None else bound_to(score_mod, q)
-    scales = q_descale, k_descale, v_descale
-    if planning.has_kernel(q):
-        out, lse = launch_blocks(
-            q, k, v, mask, causal, softcap, scale, return_lse, out, sinks, score, scales, use_fast_accum,
-            q_offset, k_offset,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
-    terms = {"causal": causal, "softcap": softcap, "scale": scale, "sinks": sinks, "score_mod": score}
-    terms |= {"q_offset": q_offset, "k_offset": k_offset}
-    named = dict(zip(fp8.SCALES, scales, strict=True))
-    named["use_fast_accum"] = use_fast_accum
-    captured = () if score is None else score.tensors
-    check_plain("block_sparse_attention", (q, k, v, out, sinks, *captured, *scales))
-    plan = plan_block_sparse(q, k, v, mask, **terms, **named, return_lse=return_lse, out=out)
-    common.check_no_grad("block_sparse_attention", q, k, v, sinks, *captured, *scales)
-    if out is not None:
-        common.check_out("block_sparse_attention", out, (q, k, v, *mask.lists(), sinks, *captured, *scales))
-    if fp8.serves(q, None):
-        terms["scales"] = scales
-    out, lse = without_kernel(plan, partial(_reference, q, k, v, **terms, block_mask=mask), out, sinks)
-    return (out, lse) if return_lse else out
+def offsets_of(args: AttentionArgs) -> Offsets:
+    """(q_offset, k_offset) of a call that has a plan, which serves all offsets, so that they are checked in each."""
+    lengths = args.q.shape[2], args.k.shape[2]
+    offsets = check_offsets(args.op, args.q_offset, args.k_offset, *lengths)
+    if args.score_mod is not None:
+        args.score_mod.check(*args.q.shape[:2], lengths_at(lengths, offsets))
+    return offsets
 
 
-def plan_attention(
-    q, k, v, *, causal=False, window_size=None, softcap=None, scale=None, return_lse=False, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, sinks=None, deterministic=None,
-    score_mod=None, q_descale=None, k_descale=None, v_descale=None, use_fast_accum=False, q_offset=None, k_offset=None,
-) -> FlashPlan:  # fmt: skip
-    """Check a call's arguments and choose its kernel, without launching it."""
-    checks.check_fast("attention", q, k, v, use_fast_accum)
-    if score_mod is not None:
-        score_mod = bound_to(score_mod, q)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_one_form(seqused_k, page_table, q_offset, k_offset)
-        terms = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "score": score_mod}
-        scales = _scales_of_packed(q, k, v, q_descale, k_descale, v_descale)
-        terms |= {"return_lse": return_lse, "out": out, "scales": scales}
-        terms["fast"] = use_fast_accum
-        return plan_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, **terms)
-    seqused_k, page_table = cache_checks.unit_stride(seqused_k), cache_checks.unit_stride(page_table)
-    of_8_bits = seqused_k is None and page_table is None and fp8.serves(q, q_descale)
-    scales, out_dtype = (q_descale, k_descale, v_descale), None
-    if of_8_bits:
-        fp8.check("attention", q, k, v, scales)
-        out_dtype = fp8.out_dtype("attention", q, out)
+def plan_attention(args: AttentionArgs) -> FlashPlan:
+    """Check a call's arguments and select its kernel, without launching it."""
+    checks.check_fast(args)
+    if args.score_mod is not None:
+        common.check_tensor(f"{args.op}: q", args.q)
+        args = args._replace(score_mod=bound(args.score_mod, args.q.device))
+    if args.block_mask is not None:
+        return plan_block_sparse(args)
+    return packed.plan_packed(args) if args.packed else plan_dense(args)
+
+
+def plan_dense(args: AttentionArgs) -> FlashPlan:
+    """plan_attention of (B, H, S, D) tensors, or of a KV cache."""
+    q, k, v = args[:3]
+    narrow = args.seqused_k is None and args.page_table is None and fp8.serves(args)
+    if narrow:
+        fp8.check(args)
     else:
-        cache_checks.check_cache("attention", q, k, v, seqused_k, page_table, q_descale, k_descale, v_descale)
-    check_sinks("attention", sinks, q)
-    if seqused_k is not None:
-        refuse_offsets("attention", "seqused_k", q_offset, k_offset)
-    columns = cache_checks.capacity(k, page_table)
-    lengths = q.shape[2], columns
-    offsets = check_offsets("attention", q_offset, k_offset, *lengths)
-    shapes = (*q.shape[:3], v.shape[-1]), tuple(q.shape[:3])
-    plan = planning.checked_plan("attention", q, k, v, *shapes, columns, softcap, scale, return_lse, out, out_dtype)
-    bounds = window_bounds(window_size, causal)
-    if score_mod is not None:
-        checks.check_score("attention", score_mod, q.shape[:2], lengths_at(lengths, offsets), softcap)
-    elif bounds == (None, None):
-        offsets = None  # nothing depends on positions
+        cache_checks.check_cache(args)
+    if args.seqused_k is not None:
+        refuse_offsets(args, "seqused_k")
+    lengths = q.shape[2], cache_checks.capacity(k, args.page_table)
+    offsets = check_offsets("attention", args.q_offset, args.k_offset, *lengths)
+    plan = planning.checked_plan(args, (*q.shape[:3], v.shape[-1]), q.shape[:3], lengths[1])
+    bounds = window_bounds(args.window_size, args.causal)
+    if args.score_mod is not None:
+        checks.check_score(args, q.shape[:2], lengths_at(lengths, offsets))
     if not plan.empty and planning.has_kernel(q):
-
-        def choose(plan, facts, extents) -> bool:
-            sms = extents.sms
-            if seqused_k is None and (offsets is not None or not decode.serves(q, k, sms)):
-                return decode.refuse_narrow(q, k)
-            decode.use(plan, facts, q, k, seqused_k, page_table, bounds, sms, k_descale, v_descale)
-            return True
-
-        if of_8_bits:
-            choose = fp8.choose_kernel(q, k, v, scales, out_dtype, use_fast_accum)
-
-        terms = {"bounds": bounds, "softcap": softcap, "scale": scale, "lse": return_lse, "choose": choose}
-        extents = q.shape[0] * q.shape[1], q.shape[2], columns
-        terms["offsets"] = offsets
-        planning.plan_kernel(plan, q, k, v, out, extents=extents, **terms, score=score_mod, sinks=sinks)
+        shifted = offsets is not None and (args.score_mod is not None or bounds != (None, None))
+        choose = fp8.choose_kernel(args) if narrow else decode.choose_kernel(args, bounds, shifted)
+        extents = q.shape[0] * q.shape[1], *lengths
+        planning.plan_kernel(plan, args, extents=extents, bounds=bounds, offsets=shifted, choose=choose)
     return plan
 
 
-def bound_to(score_mod, q):
-    """A BoundScore: the score_mod as kernels expect it, with its captured tensors."""
-    common.check_tensor("attention: q", q)
-    return bound(score_mod, q.device)
+def _reference(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """(out, lse) in plain torch."""
+    if args.q.dtype in FLOAT8:
+        args = fp8.dequantised(args)
+    q, k, v, *_ = args
+    if args.packed:
+        return packed.reference_of(args)
+    if checks.narrow(k, v):
+        scales = (cache_checks.of_heads(scale, q, k) for scale in (args.k_descale, args.v_descale))
+        args = args._replace(**dict(zip(("k_descale", "v_descale"), scales, strict=True)))
+    if args.seqused_k is not None:
+        more = args.seqused_k, args.page_table
+        return reference.attention_cached(q, k, v, *more, **args.given(reference.attention_cached) | WITH_LSE)
+    if checks.narrow(k, v):
+        q = q.to(accumulator(q.dtype))
+        k, v = (reference.dequantised(t, s, q.dtype) for t, s in ((k, args.k_descale), (v, args.v_descale)))
+    out, lse = reference.attention(q, k, v, **args.given(reference.attention) | WITH_LSE)
+    return out.to(args.q.dtype), lse
 
 
-def _scales_of_packed(q, k, v, *scales) -> tuple | None:
-    """The dequantization scales of FP8 q, k and v, some of which may be None; None for BF16 and FP16 operands."""
-    if fp8.serves(q, scales[0]):
-        return scales
-    checks.check_wide("attention", "packed sequences", k, v, *scales[1:])
-    return None
-
-
-def _check_one_form(seqused_k, page_table, q_offset, k_offset) -> None:
-    """Raise if packed sequences are combined with a KV cache or with offsets."""
-    refuse_offsets("attention", "cu_seqlens_q and cu_seqlens_k", q_offset, k_offset)
-    if seqused_k is not None or page_table is not None:
-        raise ValueError("attention: cu_seqlens and seqused_k are two forms; give one of them")
-
-
-def _reference(q, k, v, scales: tuple | None = None, **terms):
-    if scales is not None:
-        return reference.attention(*fp8.dequantised(q, k, v, scales), **terms, return_lse=True)
-    if "seqused_k" in terms:
-        return reference.attention_cached(q, k, v, **terms, return_lse=True)
-    if not checks.narrow(k, v):
-        return reference.attention(q, k, v, **terms, return_lse=True)
-    wide = q.to(accumulator(q.dtype))
-    kv = (reference.dequantised(t, terms.pop(scale), wide.dtype) for t, scale in ((k, "k_descale"), (v, "v_descale")))
-    out, lse = reference.attention(wide, *kv, **terms, return_lse=True)
-    return out.to(q.dtype), lse
+WITH_LSE = {"return_lse": True}

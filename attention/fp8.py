@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels import checks as common
-from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS, default_out_dtype
+from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS
 from cute_kernels.runtime import families
 
 from . import checks, reference
+from .arguments import AttentionArgs
 from .forward import heuristics
 from .forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
 from .forward.heuristics import Extents
@@ -29,13 +30,14 @@ SCALES = ("q_descale", "k_descale", "v_descale")
 MOST_ITEMS = 65_535  # CUDA's limit of a grid's y and z
 
 
-def serves(q, q_descale) -> bool:
+def serves(args: AttentionArgs) -> bool:
     """True if q is FP8 or has a q_descale; False if q is not a tensor."""
-    return getattr(q, "dtype", None) in FLOAT8 or q_descale is not None
+    return getattr(args.q, "dtype", None) in FLOAT8 or args.q_descale is not None
 
 
-def check_operands(op: str, q, k, v) -> None:
+def check_operands(args: AttentionArgs) -> None:
     """Check the dtypes: q and k in float8_e4m3fn, v in float8_e4m3fn, BF16 or FP16."""
+    op, (q, k, v) = args.op, args[:3]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     if q.dtype not in FLOAT8:
@@ -55,21 +57,22 @@ def alike(v) -> dict:
     return {"also": (E4M3,), "alike": "kv" if v.dtype == E4M3 else "k"}
 
 
-def check(op: str, q, k, v, scales: tuple) -> None:
+def check(args: AttentionArgs) -> None:
     """Check q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) and their dequantization scales."""
-    check_operands(op, q, k, v)
-    checks.check_qkv(op, q, k, v, **alike(v))
-    heads, lengths = (q.shape[1], k.shape[1], k.shape[1]), (q.shape[2], k.shape[2], k.shape[2])
-    check_scales(op, q, scales, q.shape[0], heads, lengths)
+    check_operands(args)
+    q, k, v = args[:3]
+    checks.check_qkv(args.op, q, k, v, **alike(v))
+    check_scales(args, q.shape[0], (q.shape[2], k.shape[2], k.shape[2]))
 
 
-def check_scales(op: str, q, scales: tuple, batch: int, heads: tuple, lengths: tuple | None = None) -> None:
+def check_scales(args: AttentionArgs, batch: int, lengths: tuple | None = None) -> None:
     """Check the float32 dequantization scales of q, k and v: per tensor, head, batch and head, or block of tokens.
 
-    heads, lengths: numbers of heads and tokens of q, k and v. lengths is None for packed sequences, which do not
-    support scales per block of tokens.
+    lengths: numbers of tokens of q, k and v. None for packed sequences, which do not support scales per block of
+    tokens.
     """
-    for which, (name, scale, count) in enumerate(zip(SCALES, scales, heads, strict=True)):
+    op, q, heads = args.op, args.q, (args.q.shape[1], args.k.shape[1], args.k.shape[1])
+    for which, (name, scale, count) in enumerate(zip(SCALES, args.descales, heads, strict=True)):
         if scale is None:
             continue
         common.check_tensor(f"{op}: {name}", scale)
@@ -123,30 +126,17 @@ def as_planned(plan: FlashPlan, scales: tuple) -> tuple:
     )
 
 
-def given(scales: tuple) -> tuple:
-    """The scales that are not None."""
-    return tuple(s for s in scales if s is not None)
-
-
-def out_dtype(op: str, q, out) -> torch.dtype:
-    """The output dtype: out's (bfloat16, float16 or float32), or bfloat16 by default."""
-    if not isinstance(out, Tensor):  # none, or what the checks will name
-        return default_out_dtype(q.dtype)
-    if out.dtype not in NAMES:
-        raise TypeError(f"{op}: out is {out.dtype}; of a q of 8 bits it is {', '.join(map(str, NAMES))}")
-    return out.dtype
-
-
-def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = False, sequences: int = 0) -> Callable:
+def choose_kernel(args: AttentionArgs, sequences: int = 0) -> Callable:
     """Return the `choose` callback of plan.plan_kernel: it selects the FP8 forward kernel and the one that converts v.
 
     sequences: number of packed sequences.
     """
+    (q, k, v), scales = args[:3], args.descales
 
     def choose_one(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": fast, "out_dtype": NAMES[out_dtype]}
+        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": args.use_fast_accum, "out_dtype": NAMES[plan.out_dtype]}
         narrow = Float8Facts(**known | kinds, **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
@@ -155,7 +145,6 @@ def choose_kernel(q, k, v, scales: tuple, out_dtype: torch.dtype, fast: bool = F
         group = q.shape[1] // k.shape[1]
         if not families.unsupported(inside) and (too_large(v) or heuristics.converts_inside(inside, extents, group)):
             plan.facts = inside
-        plan.more = *plan.more, None, None, None  # scales
         plan.scale_shapes = planned_shapes(q, k, scales, sequences)
         plan.function = families.function_for(plan.facts)
         if v.dtype == E4M3:
@@ -234,22 +223,26 @@ def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
 # -- without a kernel -----------------------------------------------------------------------------------------
 
 
-def dequantised(q, k, v, scales: tuple) -> tuple:
-    """q, k and v dequantized to FP32."""
-    scales = of_heads(scales, q.shape[0], (q.shape[1], k.shape[1], k.shape[1]))
-    return tuple(reference.dequantised(t, s, torch.float32) for t, s in zip((q, k, v), scales, strict=True))
+def dequantised(args: AttentionArgs) -> AttentionArgs:
+    """The call with q, k and v dequantized to FP32, and without scales. Packed sequences have scales per sequence."""
+    q, k, v, _, cu_q, cu_k = args[:6]
+    batch = len(cu_q) - 1 if args.packed else q.shape[0]
+    scales = of_heads(args.descales, batch, (q.shape[1], k.shape[1], k.shape[1]))
+    if args.packed:
+        tensors = _dequantised_rows((q, k, v), scales, (cu_q, cu_k, cu_k))
+    else:
+        tensors = [reference.dequantised(t, s, torch.float32) for t, s in zip((q, k, v), scales, strict=True)]
+    return AttentionArgs(*tensors, *args[3:])._replace(q_descale=None, k_descale=None, v_descale=None)
 
 
-def dequantised_packed(q, k, v, scales: tuple, cu_seqlens_q, cu_seqlens_k) -> tuple:
+def _dequantised_rows(tensors: tuple, scales: tuple, cu_seqlens: tuple) -> list[Tensor]:
     """Packed q, k and v (rows, heads, D) dequantized to FP32, with scales per sequence."""
-    sequences = len(cu_seqlens_q) - 1
-    scales = of_heads(scales, sequences, (q.shape[1], k.shape[1], k.shape[1]))
     found = []
-    for t, scale, starts in zip((q, k, v), scales, (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k), strict=True):
+    for t, scale, starts in zip(tensors, scales, cu_seqlens, strict=True):
         t = t.float()
         if scale is not None:
             ends = starts[1:].long()
             sequence = torch.bucketize(torch.arange(len(t), device=t.device), ends, right=True)
-            t = t * scale[sequence.clamp(max=sequences - 1)][..., None]
+            t = t * scale[sequence.clamp(max=len(starts) - 2)][..., None]
         found.append(t)
-    return tuple(found)
+    return found

@@ -3,7 +3,7 @@
 Under torch.compile a call becomes a registered op (torch_op.py); all other calls go to dispatch.py at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -11,21 +11,18 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from cute_kernels.checks import watched
 from cute_kernels.explain import explains
-from cute_kernels.fp8.quantized import Quantized, unpacked
+from cute_kernels.fp8.quantized import Quantized, unpacked_arguments
 from cute_kernels.runtime.autocast import any_autocast
-from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden
 from sparse_collective import BsrMatrix
 
-from . import block_sparse, checks, dispatch
+from . import checks, dispatch
 from . import families as _families  # noqa: F401 (importing it registers them)
+from .arguments import OPTIONAL, AttentionArgs, Window
 from .masks.block_mask import BlockMask
-from .masks.score_mod import BoundScore, bound
+from .masks.score_mod import bound
 from .operands import autocast
 from .plan import FlashPlan
-
-OPTIONS = "causal", "softcap", "scale", "deterministic", "q_offset", "k_offset"  # of both ops, read by backward
-Window = Sequence[int | None] | None  # (left, right)
 
 
 def attention(
@@ -125,72 +122,11 @@ def attention(
         RuntimeError: q, k, v or sinks requires a gradient and out, seqused_k or page_table is given, k and v are of 8
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
-    if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
-        scales = q_descale, k_descale, v_descale
-        (q, k, v), (q_descale, k_descale, v_descale) = _unpacked("attention", (q, k, v), scales)
-    if any_autocast() and out is None:
-        q, k, v = autocast(q, k, v)
-    checks.check_deterministic("attention", deterministic)
-    if use_fast_accum is not False:
-        checks.check_fast("attention", q, k, v, use_fast_accum)
-    terms = {
-        "causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "return_lse": return_lse,
-        "out": out, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-        "page_table": page_table, "sinks": sinks, "deterministic": deterministic, "q_descale": q_descale,
-        "k_descale": k_descale, "v_descale": v_descale, "use_fast_accum": use_fast_accum,
-        "q_offset": q_offset, "k_offset": k_offset,
-    }  # fmt: skip
-    if not is_compiling():
-        try:
-            return _attention(q, k, v, score_mod, terms)
-        except NeedsDispatcher:
-            pass
-    from .torch_op import traced_attention  # imports torch's compiler, which takes seconds
-
-    return traced_attention(q, k, v, score_mod=score_mod, **terms)
-
-
-def _attention(q, k, v, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
-    """attention outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
-    out, sinks, scales = terms["out"], terms["sinks"], (terms["q_descale"], terms["k_descale"], terms["v_descale"])
-    differentiable = out is None and watched(q, k, v, sinks)
-    if score_mod is not None or hidden() or _nested(q, k, v):
-        caches = (terms[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"))
-        check_front("attention", q, k, v, sinks, out, *caches, *scales)
-    if score_mod is not None:
-        score = _bound("attention", score_mod, q)
-        terms = terms | {"score_mod": score}
-        differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
-    if not differentiable or not isinstance(terms["return_lse"], bool):
-        return dispatch.attention(q, k, v, **terms)
-    cache = terms["seqused_k"] is not None or terms["page_table"] is not None
-    checks.check_differentiable("attention", k, v, scales, cache)
-    options = _options(terms)
-    options["window_size"] = terms["window_size"]
-    packed = terms["cu_seqlens_q"], terms["cu_seqlens_k"]
-    found = _with_gradient("attention", dispatch.attention, q, k, v, None, options, sinks, *packed)
-    return found if terms["return_lse"] else found[0]
-
-
-def _unpacked(op: str, operands: tuple, scales: tuple) -> tuple:
-    """(operands, scales), with those of the operands that are Quantized."""
-    return tuple(zip(*(unpacked(op, name, *pair) for name, *pair in zip("qkv", operands, scales, strict=True))))
-
-
-def _nested(q, k, v) -> bool:
-    """True if one is nested: looking up a plan reads strides, which aborts the process for strided nested tensors."""
-    try:
-        return q.is_nested or k.is_nested or v.is_nested
-    except AttributeError:  # not a tensor: the op's checks raise
-        return False
-
-
-def _options(terms: dict) -> dict:
-    """Terms of both ops that backward reads, too."""
-    options = {name: terms[name] for name in OPTIONS}
-    if "score_mod" in terms:
-        options["score_mod"] = terms["score_mod"]
-    return options
+    args = AttentionArgs(
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, sinks, q_descale, k_descale, v_descale, None,
+        score_mod, causal, window_size, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
+    )  # fmt: skip
+    return _call(args)
 
 
 def block_sparse_attention(
@@ -256,47 +192,61 @@ def block_sparse_attention(
     """
     if others:
         checks.refuse_options("block_sparse_attention", others)
-    if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
-        scales = q_descale, k_descale, v_descale
-        (q, k, v), (q_descale, k_descale, v_descale) = _unpacked("block_sparse_attention", (q, k, v), scales)
-    if any_autocast() and out is None:
-        q, k, v = autocast(q, k, v)
-    checks.check_deterministic("block_sparse_attention", deterministic)
-    if use_fast_accum is not False:
-        checks.check_fast("block_sparse_attention", q, k, v, use_fast_accum)
-    terms = {"causal": causal, "softcap": softcap, "scale": scale, "return_lse": return_lse, "out": out}
-    terms |= {"sinks": sinks, "deterministic": deterministic, "use_fast_accum": use_fast_accum}
-    terms |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    terms |= {"q_offset": q_offset, "k_offset": k_offset}
+    if block_mask is None:
+        checks.refuse_mask(block_mask)
+    args = AttentionArgs(
+        q, k, v, out, None, None, None, None, sinks, q_descale, k_descale, v_descale, block_mask,
+        score_mod, causal, None, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
+    )  # fmt: skip
+    return _call(args)
+
+
+def _call(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
+    """Both ops, with the arguments as the user passed them."""
+    if type(args.q) is Quantized or type(args.k) is Quantized or type(args.v) is Quantized:
+        args = AttentionArgs(**unpacked_arguments(args.op, args._asdict()))
+    if any_autocast() and args.out is None:
+        args = AttentionArgs(*autocast(*args[:3]), *args[3:])
+    if type(args.window_size) is list:  # plans need a key that can be hashed
+        args = args._replace(window_size=tuple(args.window_size))
+    if args.deterministic is not None:
+        checks.check_deterministic(args.op, args.deterministic)
     if not is_compiling():
         try:
-            return _block_sparse(q, k, v, block_mask, score_mod, terms)
+            return _eager(args)
         except NeedsDispatcher:
             pass
-    from .torch_op import traced_block_sparse
+    from .torch_op import traced  # imports torch's compiler, which takes seconds
 
-    return traced_block_sparse(q, k, v, block_mask, score_mod=score_mod, **terms)
+    return traced(args)
 
 
-def _block_sparse(q, k, v, block_mask, score_mod, terms: dict) -> Tensor | tuple[Tensor, Tensor]:
-    """block_sparse_attention outside of a trace; see _attention."""
-    op, out, sinks = "block_sparse_attention", terms["out"], terms["sinks"]
-    scales = terms["q_descale"], terms["k_descale"], terms["v_descale"]
-    differentiable = out is None and watched(q, k, v, sinks)
-    # Asked before a function is traced, and before another form of mask is converted.
-    ask = score_mod is not None or not isinstance(block_mask, BlockMask)
-    if ask or hidden() or _nested(q, k, v):
-        check_front(op, q, k, v, sinks, out, *scales)
-    if score_mod is not None:
-        score = _bound(op, score_mod, q)
-        terms = terms | {"score_mod": score}
-        differentiable = out is None and watched(q, k, v, sinks, *score.tensors)
-    if not differentiable or not isinstance(terms["return_lse"], bool):
-        return dispatch.block_sparse_attention(q, k, v, block_mask, **terms)
-    checks.check_differentiable(op, k, v, scales)
-    options = _options(terms)
-    found = _with_gradient(op, dispatch.block_sparse_attention, q, k, v, block_mask, options, sinks)
-    return found if terms["return_lse"] else found[0]
+def _eager(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
+    """A call outside of a trace; raises NeedsDispatcher if the registered op must serve it."""
+    q, k, v, out = args[:4]
+    score, mask = args.score_mod, args.block_mask
+    differentiable = out is None and watched(q, k, v, args.sinks)
+    # Checked before a function is traced, and before another form of mask is converted
+    converts = score is not None or (mask is not None and not isinstance(mask, BlockMask))
+    try:  # looking up a plan reads strides, which aborts the process for strided nested tensors
+        nested = q.is_nested or k.is_nested or v.is_nested
+    except AttributeError:  # not a tensor: the op's checks raise
+        nested = False
+    if converts or nested or hidden():
+        check_front(args.op, q, k, v, *args[OPTIONAL])
+    if score is not None:
+        checks.check_tensor(f"{args.op}: q", q)
+        score = bound(score, q.device)
+        check_front(args.op, q, *score.tensors)
+        args = args._replace(score_mod=score)
+        differentiable = out is None and watched(q, k, v, args.sinks, *score.tensors)
+    if not differentiable or not isinstance(args.return_lse, bool):
+        return dispatch.attention(args)
+    checks.check_differentiable(args)
+    from .gradients import differentiable_attention
+
+    found = differentiable_attention(args)
+    return found if args.return_lse else found[0]
 
 
 def check_front(op: str, *tensors) -> None:
@@ -305,37 +255,11 @@ def check_front(op: str, *tensors) -> None:
         raise NeedsDispatcher(f"{op} must be called as its registered op")
 
 
-def _bound(op: str, score_mod, q) -> BoundScore:
-    """A score_mod with what it captures."""
-    checks.check_tensor(f"{op}: q", q)
-    score = bound(score_mod, q.device)
-    check_front(op, q, *score.tensors)
-    return score
-
-
-def _with_gradient(op: str, run, q, k, v, mask, options: dict, sinks, cu_q=None, cu_k=None) -> tuple[Tensor, Tensor]:
-    """(out, lse) that autograd knows."""
-    try:
-        wide = checks.WIDE in (q.shape[-1], v.shape[-1])
-    except (AttributeError, IndexError):
-        wide = False  # not a tensor, or without dimensions: the op's checks raise
-    if wide:
-        checks.check_gradient_dims(op, q, v, plans_kernel(q.device))
-    from .gradients import differentiable
-
-    return differentiable(run, q, k, v, mask, options, sinks, cu_q, cu_k)
-
-
-def _plan_attention(q, k, v, *, out=None, **options) -> FlashPlan:
-    """The plan of the same call of attention."""
-    return dispatch.plan_attention(*(autocast(q, k, v) if out is None else (q, k, v)), out=out, **options)
-
-
-def _plan_block_sparse(q, k, v, block_mask, *, out=None, **options) -> FlashPlan:
-    """The plan of the same call of block_sparse_attention."""
+def _plan(q, k, v, block_mask=None, *, out=None, **options) -> FlashPlan:
+    """The plan of the same call of attention, or with a block_mask of block_sparse_attention."""
     q, k, v = autocast(q, k, v) if out is None else (q, k, v)
-    return block_sparse.plan_block_sparse(q, k, v, block_mask, out=out, **options)
+    return dispatch.plan_attention(AttentionArgs(q, k, v, out, block_mask=block_mask, **options))
 
 
-explains(attention, _plan_attention)
-explains(block_sparse_attention, _plan_block_sparse)
+explains(attention, _plan)
+explains(block_sparse_attention, _plan)

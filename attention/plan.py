@@ -1,7 +1,7 @@
-"""From the tensors of an attention op to the kernel that runs: planned once per metadata, then looked up.
+"""The plan of an attention call: its checks, the kernel and its launch parameters, computed once per metadata.
 
-Every op goes the same way: its own checks, `checked_plan`, `plan_kernel` where there is a GPU, and in each call
-`launch`, or `without_kernel` where no kernel is needed. Its PlanCache keeps the plans.
+Each form of a call (dense or with a KV cache, packed, block-sparse) checks its own arguments, and calls `checked_plan`
+and, on a GPU, `plan_kernel`. dispatch.py looks plans up and launches their kernels.
 """
 
 import math
@@ -16,14 +16,16 @@ from cute_kernels.dtypes import NAMES, NAMES_OF_OPERANDS, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import CallPlan, layout_of
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
-from cute_kernels.runtime.workspace import zeros
 
 from . import checks
+from .arguments import AttentionArgs
 from .forward.config import FlashFacts, WindowKind
 from .forward.heuristics import Extents, pick
 from .masks.block_lists import MOST
+from .sinks import check_sinks
 
 LOG2E = 1.4426950408889634
+OFFSETS = 4  # index of (q_offset, k_offset) in FlashPlan.scalars of a forward kernel
 
 
 @dataclass
@@ -31,10 +33,8 @@ class FlashPlan(CallPlan):
     """The kernel of an attention call and its launch parameters."""
 
     lse_shape: tuple = ()
-    scalars: tuple = ()  # the function's last arguments
-    # Those after the sinks, of a call that gives none: cu_seqlens_q, cu_seqlens_k, blocks, what a score_mod reads.
-    more: tuple = (None, None, None, None)
-    takes_counter: bool = False  # after those; None of a schedule that is not dynamic
+    scalars: tuple = ()  # the function's last arguments; OFFSETS is replaced in each call that has offsets
+    takes_counter: bool = False  # before those; None of a schedule that is not dynamic
     order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
     # For FP8 q: a function of v and cu_seqlens_k that converts v for the kernel, None if the kernel reads v itself; and
     # the shape of each scale for the kernel, None if it has that shape or is absent, () if that is so for all.
@@ -52,22 +52,22 @@ class FlashPlan(CallPlan):
         return lines if f.score is None else [*lines, f"score_mod: {f.score.program}"]
 
 
-def checked_plan(
-    op: str, q, k, v, out_shape, lse_shape, columns: int, softcap, scale, return_lse, out, out_dtype=None
-) -> FlashPlan:
-    """The plan of a call, without a kernel; checks its scalars and out.
+def checked_plan(args: AttentionArgs, out_shape: tuple, lse_shape: tuple, columns: int) -> FlashPlan:
+    """The plan of a call, without a kernel. Checks its sinks, scalars and out; the form has checked q, k and v.
 
-    columns: how many a row may see. out_dtype: q's where it is None.
+    columns: number of columns that a row may see.
     """
-    out_dtype = q.dtype if out_dtype is None else out_dtype
-    checks.check_scale(op, scale, softcap)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"{op}: return_lse must be True or False, got {return_lse!r}")
-    plan = FlashPlan(op, out_shape, out_dtype, q.device, lse_shape=lse_shape)
+    op, q, out = args.op, args.q, args.out
+    check_sinks(op, args.sinks, q)
+    out_dtype = checks.out_dtype(op, q, out)
+    checks.check_scale(op, args.scale, args.softcap)
+    if not isinstance(args.return_lse, bool):
+        raise TypeError(f"{op}: return_lse must be True or False, got {args.return_lse!r}")
+    plan = FlashPlan(op, tuple(out_shape), out_dtype, q.device, lse_shape=tuple(lse_shape))
     if out is not None:
         checks.check_out(op, out, plan.out_shape, out_dtype, q.device)
     # Without values an LSE is still one of scores.
-    plan.empty = 0 in plan.out_shape[:-1] or columns == 0 or (v.shape[-1] == 0 and not return_lse)
+    plan.empty = 0 in plan.out_shape[:-1] or columns == 0 or (args.v.shape[-1] == 0 and not args.return_lse)
     return plan
 
 
@@ -89,31 +89,21 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 
 def plan_kernel(
-    plan: FlashPlan,
-    q,
-    k,
-    v,
-    out,
-    *,
-    extents,
-    bounds,
-    softcap,
-    scale,
-    lse: bool,
-    longest=None,
-    choose=None,
-    score=None,
-    sinks=None,
-    offsets=None,
+    plan: FlashPlan, args: AttentionArgs, *, extents, bounds=(None, None), longest=None, offsets=False, choose=None,
     **more,
-) -> None:
+) -> None:  # fmt: skip
     """Fill in the kernel: which facts, how it views the tensors, its scalars and its function.
 
-    `extents` are (heads of all items, Sq, Sk), on average where items differ, and `longest` is (Sq, Sk) at
-    most; `bounds` are mask_mods.window_bounds' (left, right) of a window; `more` further fields of FlashFacts.
-    `score` is a score_mod.BoundScore, `offsets` positions.Offsets. `choose(plan, facts, extents)` may fill in another
-    kernel, and then returns True.
+    Args:
+        extents: (heads of all items, Sq, Sk), on average where items differ.
+        bounds: mask_mods.window_bounds of window_size and causal.
+        longest: (Sq, Sk) at most.
+        offsets: True if the kernel is given q_offset and k_offset.
+        choose: choose(plan, facts, extents) may fill in another kernel, and then returns True.
+        more: further fields of FlashFacts.
     """
+    q, k, v, out = args[:4]
+    score, sinks = args.score_mod, args.sinks
     checks.check_head_dims(plan.op, q, v)
     spec, sms = device_arch(q.get_device())
     facts = FlashFacts(
@@ -124,29 +114,29 @@ def plan_kernel(
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         window=WindowKind(*(bound is not None for bound in bounds)),
-        softcap=softcap is not None,
-        lse=lse,
+        softcap=args.softcap is not None,
+        lse=args.return_lse,
         score=None if score is None else score.mod,
         sinks=None if sinks is None else NAMES[sinks.dtype],
-        offsets=offsets is not None,
+        offsets=offsets,
         **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))
     plan.views = views if any(views) else ()
-    scale_log2, cap = scalars_of(q.shape[-1] ** -0.5 if scale is None else scale, softcap, facts.score is not None)
+    scale = q.shape[-1] ** -0.5 if args.scale is None else args.scale
     left = right = None
     # No row is further than Sk from its first column or Sq from its last: so cut, positions and bounds add up in int32.
     if facts.blocks is None:
-        limits = longest or extents[1:] if offsets is None else (MOST, MOST)
+        limits = (MOST, MOST) if offsets else longest or extents[1:]
         left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(limits), strict=True))
-    plan.scalars = (scale_log2, cap, left, right)
+    plan.scalars = (*scalars_of(scale, args.softcap, score is not None), left, right)
     extents = Extents(*extents, *bounds, sms)
     if choose is None or not choose(plan, facts, extents):
         plan.facts = pick(facts, extents)
         plan.function = families.function_for(plan.facts)
     elif plan.facts.family != FlashFacts.family:
         return
-    plan.scalars += (offsets,)
+    plan.scalars += (None,)
     if plan.facts.path == "sm_90":
         plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
@@ -193,29 +183,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def launch(plan: FlashPlan, q, k, v, out, more: tuple | None = None, sinks=None) -> tuple:
-    """Run the plan's kernel; returns (out, lse), lse None where none is asked for.
-
-    more: the kernel's arguments after the sinks; FlashPlan.more where it is None.
-    """
-    more = plan.more if more is None else more
-    if out is None:
-        out = plan.new_out()
-    lse = plan.new(*plan.lse_layout) if plan.facts.lse else None
-    if plan.takes_counter:
-        more = *more, zeros(plan.device, 1, torch.int32) if plan.facts.config.dynamic else None
-    d = out
-    if plan.views:
-        q, k, v, d = (t if view is None else view(t) for t, view in zip((q, k, v, out), plan.views, strict=True))
-    if plan.values is not None:
-        v = plan.values(v, more[1])
-    plan.function(q, k, v, d, lse, sinks, *more, *plan.scalars)
-    return out, lse
-
-
 def without_kernel(plan: FlashPlan, reference: Callable, out, sinks=None):
     """(out, lse) by `reference`, which CPU tensors run; rows with nothing to attend to are zeros."""
-    if plan.empty:
+    if plan.empty:  # rows with nothing to attend to
         result = torch.zeros(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
         lse = empty_lse(plan.lse_shape, accumulator(plan.out_dtype), plan.device, sinks)
     else:

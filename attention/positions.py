@@ -1,5 +1,6 @@
 """Positions of a call's queries and keys in a longer sequence, of which q, k and v are shards."""
 
+from .arguments import AttentionArgs
 from .masks.block_lists import MOST
 
 Offsets = tuple[int, int] | None  # (q_offset, k_offset)
@@ -33,9 +34,9 @@ def lengths_at(lengths: tuple[int, int], offsets: Offsets) -> tuple[int, int]:
     return lengths if offsets is None else (lengths[0] + offsets[0], lengths[1] + offsets[1])
 
 
-def refuse_offsets(op: str, form: str, q_offset, k_offset) -> None:
+def refuse_offsets(args: AttentionArgs, form: str, op: str = "attention") -> None:
     """Raise a TypeError if an offset is given together with arguments that have no kernel with offsets."""
-    if q_offset is not None or k_offset is not None:
+    if args.q_offset is not None or args.k_offset is not None:
         raise TypeError(
             f"{op}: q_offset and k_offset are not supported with {form}; they work with (B, H, S, D) tensors, causal, "
             "window_size, score_mod, and the block masks of block_sparse_attention"

@@ -17,11 +17,12 @@ from torch import Tensor
 from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.reference import outside_autocast
 
+from .arguments import AttentionArgs
 from .forward.config import SCALE_TOKENS
 from .masks.block_mask import BlockMask
 from .masks.mask_mods import Band, window_bounds
 from .masks.score_mod import BoundScore, bound
-from .positions import Offsets, check_offsets
+from .positions import check_offsets
 
 __all__ = ["attention", "attention_cached", "attention_packed"]
 
@@ -110,39 +111,32 @@ def _shifted(score: BoundScore | None, offsets) -> BoundScore | None:
 
 @outside_autocast
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    args: AttentionArgs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
-    *,
-    bounds: tuple[int | None, int | None] = (None, None),
-    softcap: float | None = None,
-    scale: float | None = None,
-    block_mask: BlockMask | None = None,
-    sinks: Tensor | None = None,
-    score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
-    offsets: Offsets = None,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dQ, dK, dV, dsinks) of `attention`, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
+    """(dQ, dK, dV, dsinks) of a call, by the formulas that the kernels compute (FlashAttention-2, Dao 2023).
 
     Args:
-        out, lse: what `attention` returned for q, k and v, with the same options.
+        args: the call, with a BlockMask and a BoundScore; its sinks only if they need a gradient.
+        out, lse: the results of the call.
         dout, dlse: the gradients of out and, where it has one, of lse.
-        bounds: mask_mods.window_bounds of window_size and causal.
-        sinks: those of which a gradient is wanted.
         sums: of tensors that the score_mod captures, by their slots: their gradients are added to these.
-        offsets: (q_offset, k_offset), or None.
         grad_dtype: that of dQ, dK and dV; q's where it is None.
     """
-    score = _shifted(score, offsets)
+    if args.packed:
+        return _gradients_packed(args, out, lse, dout, dlse, sums, grad_dtype)
+    (q, k, v), sinks, softcap = args[:3], args.sinks, args.softcap
+    bounds = window_bounds(args.window_size, args.causal)
+    offsets = check_offsets(args.op, args.q_offset, args.k_offset, q.shape[2], k.shape[2])
+    score = _shifted(args.score_mod, offsets)
     (batch, heads, sq, d), (kv_heads, sk, _) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    scale = 1 / math.sqrt(max(d, 1)) if scale is None else scale
+    scale = 1 / math.sqrt(max(d, 1)) if args.scale is None else args.scale
     k, v, do, lse = (t.to(dtype) for t in (k, v, dout, lse))
     delta = (do * out.to(dtype)).sum(-1)
     if dlse is not None:
@@ -167,7 +161,7 @@ def gradients(
         plain = s.view(by_head)
         if score is not None:
             s = score.apply(plain, begin).reshape(s.shape)
-        seen = _seen(q.shape[:3], sk, q.device, bounds, block_mask, offsets, begin, part.stop)
+        seen = _seen(q.shape[:3], sk, q.device, bounds, args.block_mask, offsets, begin, part.stop)
         p = torch.exp(s - lses)
         if seen is not None:
             p = p.masked_fill(~seen.expand(batch, heads, -1, -1).reshape(p.shape), 0.0)
@@ -185,26 +179,32 @@ def gradients(
     return dq, dk.to(grad_dtype), dv.to(grad_dtype), dsinks
 
 
-def gradients_packed(
-    q, k, v, out, lse, dout, dlse, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks=None, **options
+def _gradients_packed(
+    args: AttentionArgs, out, lse, dout, dlse, sums, grad_dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same of `attention_packed`; what belongs to no sequence has gradients of 0, and gives sinks none."""
-    found = tuple(torch.zeros_like(t, dtype=options.get("grad_dtype")) for t in (q, k, v))
-    wide = None if sinks is None else sinks.to(lse.dtype)
-    dsinks = None if sinks is None else torch.zeros_like(wide)
-    starts, score = (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()), options.pop("score", None)
+    """gradients of packed sequences; what belongs to no sequence has gradients of 0, and gives sinks none."""
+    q, k, v = args[:3]
+    found = tuple(torch.zeros_like(t, dtype=grad_dtype) for t in (q, k, v))
+    wide, dsinks, dtype = None, None, None
+    if args.sinks is not None:
+        wide, dtype = args.sinks.to(lse.dtype), args.sinks.dtype
+        dsinks = torch.zeros_like(wide)
+    starts = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
+    args = args._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=wide)
     for b, ((i, j), (m, n)) in enumerate(zip(*map(_ranges, starts), strict=True)):
-        options["score"] = None if score is None else score.of_item(b)
         rows, cols = slice(i, j), slice(m, n)
-        heads = (t.transpose(0, 1)[None] for t in (q[rows], k[cols], v[cols], out[rows]))
-        of_lse = None if dlse is None else dlse[None, :, rows]
-        of_heads = *heads, lse[None, :, rows], dout[rows].transpose(0, 1)[None], of_lse
-        *parts, of_sinks = gradients(*of_heads, sinks=wide, **options)
-        if sinks is not None:
+        qs, ks, vs, outs, douts = (
+            t.transpose(0, 1)[None] for t in (q[rows], k[cols], v[cols], out[rows], dout[rows])
+        )  # fmt: skip
+        score = None if args.score_mod is None else args.score_mod.of_item(b)
+        item = args._replace(q=qs, k=ks, v=vs, score_mod=score)
+        dlses = None if dlse is None else dlse[None, :, rows]
+        *parts, of_sinks = gradients(item, outs, lse[None, :, rows], douts, dlses, sums, grad_dtype)
+        if dsinks is not None:
             dsinks += of_sinks
         for whole, part, where in zip(found, parts, (rows, cols, cols), strict=True):
             whole[where] = part[0].transpose(0, 1)
-    return *found, None if sinks is None else dsinks.to(sinks.dtype)
+    return *found, None if dsinks is None else dsinks.to(dtype)
 
 
 def attention_cached(

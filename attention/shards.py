@@ -21,9 +21,12 @@ from cute_kernels import checks as common
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched
 
-from . import checks, dispatch, gradients
+from . import checks, gradients
+from .arguments import AttentionArgs
+from .block_sparse import as_block_mask
+from .masks.block_mask import BlockMask
 from .masks.mask_mods import window_bounds
-from .masks.score_mod import BoundScore, bound
+from .masks.score_mod import bound
 from .packed import check_packed
 from .positions import check_offsets, lengths_at, refuse_offsets
 
@@ -135,46 +138,43 @@ def attention_backward(
         >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
         >>> dq, dk, dv = attention_backward(dout, q, k, v, out, lse, causal=True, grad_dtype=torch.float32)
     """
-    options = {
-        "causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "q_offset": q_offset,
-        "k_offset": k_offset, "deterministic": deterministic, "grad_dtype": grad_dtype,
-    }  # fmt: skip
-    tensors = dout, dlse, q, k, v, out, lse
+    args = AttentionArgs(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask, score_mod=score_mod,
+        causal=causal, window_size=tuple(window_size) if type(window_size) is list else window_size, softcap=softcap,
+        scale=scale, deterministic=deterministic, q_offset=q_offset, k_offset=k_offset,
+    )  # fmt: skip
     if not is_compiling():
         try:
-            return _eager(*tensors, block_mask, cu_seqlens_q, cu_seqlens_k, score_mod, options)
+            return _eager(args, out, lse, dout, dlse, grad_dtype)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_backward  # imports torch's compiler, which takes seconds
 
-    return traced_backward(*tensors, block_mask, cu_seqlens_q, cu_seqlens_k, score_mod, **options)
+    return traced_backward(args, out, lse, dout, dlse, grad_dtype)
 
 
-def _eager(dout, dlse, q, k, v, out, lse, block_mask, cu_q, cu_k, score_mod, options: dict) -> tuple:
+def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> tuple[Tensor, Tensor, Tensor]:
     """attention_backward outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
-    common.check_tensor(f"{OP}: q", q)
-    score = bound(score_mod, q.device)
+    common.check_tensor(f"{OP}: q", args.q)
+    score = bound(args.score_mod, args.q.device)
     captured = () if score is None else score.tensors
-    tensors = q, k, v, out, lse, dout, dlse, cu_q, cu_k
+    tensors = *args[:3], out, lse, dout, dlse, args.cu_seqlens_q, args.cu_seqlens_k
     if dispatched(OP, *tensors, *captured):
         raise NeedsDispatcher(f"{OP} must be called as its registered op")
     common.check_no_grad(OP, *tensors, *captured)
-    mask = check_backward(dout, dlse, q, k, v, out, lse, block_mask, cu_q, cu_k, score, **options)
-    options = options if score is None else options | {"score_mod": score}
-    return gradients.gradients_of(q, k, v, out, lse, dout, dlse, cu_q, cu_k, mask, **options)[:3]
+    args = args._replace(score_mod=score)
+    mask = check_backward(args, out, lse, dout, dlse, grad_dtype)
+    return gradients.gradients_of(args._replace(block_mask=mask), out, lse, dout, dlse, grad_dtype=grad_dtype)[:3]
 
 
-def check_backward(
-    dout, dlse, q, k, v, out, lse, block_mask, cu_q, cu_k, score: BoundScore | None, *, causal, window_size, softcap,
-    scale, q_offset, k_offset, deterministic, grad_dtype,
-):  # fmt: skip
+def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> BlockMask | None:
     """Check the arguments of attention_backward; return block_mask as a BlockMask, or None."""
-    checks.check_deterministic(OP, deterministic)
-    packed = cu_q is not None or cu_k is not None
-    if packed:
-        refuse_offsets(OP, "cu_seqlens_q and cu_seqlens_k", q_offset, k_offset)
-        check_packed(q, k, v, cu_q, cu_k)
-        items, lengths = len(cu_q) - 1, (1, 1)
+    (q, k, v), score = args[:3], args.score_mod
+    checks.check_deterministic(OP, args.deterministic)
+    if args.packed:
+        refuse_offsets(args, "cu_seqlens_q and cu_seqlens_k", OP)
+        check_packed(args)
+        items, lengths = len(args.cu_seqlens_q) - 1, (1, 1)
     else:
         checks.check_qkv(OP, q, k, v)
         items, lengths = len(q), (q.shape[2], k.shape[2])
@@ -187,16 +187,16 @@ def check_backward(
         common.check_tensor(f"{OP}: dlse", dlse)
     common.check_device(OP, q.device, dout=dout, out=out, lse=lse, dlse=dlse)
     checks.check_results(OP, dout, dlse, q, v, out, lse, grad_dtype)
-    checks.check_scale(OP, scale, softcap)
-    window_bounds(window_size, causal)
-    offsets = None if packed else check_offsets(OP, q_offset, k_offset, *lengths)
+    checks.check_scale(OP, args.scale, args.softcap)
+    window_bounds(args.window_size, args.causal)
+    offsets = None if args.packed else check_offsets(OP, args.q_offset, args.k_offset, *lengths)
     if score is not None:
-        checks.check_score(OP, score, (items, q.shape[1]), lengths_at(lengths, offsets), softcap)
-        gradients.check_score(score, False, q, deterministic)
-    if block_mask is None:
+        checks.check_score(args, (items, q.shape[1]), lengths_at(lengths, offsets))
+        gradients.check_score(score, False, q, args.deterministic)
+    if args.block_mask is None:
         return None
-    checks.refuse_with_mask(OP, window_size, cu_q, cu_k)
-    mask = dispatch.as_block_mask(q, k, block_mask)
+    checks.refuse_with_mask(OP, args)
+    mask = as_block_mask(q, k, args.block_mask)
     checks.check_block_mask(OP, mask, q, k)
-    checks.check_causal_blocks(OP, causal, offsets)
+    checks.check_causal_blocks(OP, args.causal, offsets)
     return mask

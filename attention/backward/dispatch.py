@@ -5,7 +5,6 @@ A call whose metadata is in the plan cache costs a lookup and the launches.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +15,15 @@ from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
+from ..arguments import VALUES, AttentionArgs
 from ..block_sparse import by_length, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import heads_in_l2
 from ..masks.block_lists import MOST
-from ..masks.score_mod import BoundScore, ScoreMod
+from ..masks.mask_mods import window_bounds
 from ..plan import gradient_of, path_of, scalars_of, view_of
-from ..positions import Offsets
+from ..positions import check_offsets
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
@@ -31,20 +31,8 @@ from .problem import bytes_of_a_row
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
+OFFSETS = 5  # index of (q_offset, k_offset) in BackwardPlan.scalars
 _PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
-
-
-class Terms(NamedTuple):
-    """The arguments of an attention call other than its tensors."""
-
-    bounds: tuple = (None, None)  # mask_mods.window_bounds
-    softcap: float | None = None
-    scale: float | None = None
-    deterministic: bool = False
-    score: ScoreMod | None = None
-    score_sums: tuple[int, ...] = ()  # BackwardFacts'
-    offsets: Offsets = None
-    grad_dtype: torch.dtype | None = None  # of dQ, dK and dV; None: the operands'
 
 
 @dataclass
@@ -54,7 +42,7 @@ class BackwardPlan(CallPlan):
     prepare: object = None
     convert: object = None
     tiles: int = 0  # query tiles of all heads
-    scalars: tuple = ()  # scalar arguments of the main kernel, in order
+    scalars: tuple = ()  # scalar arguments of the main kernel, in order; OFFSETS is replaced in calls that have offsets
     scale: float = 1.0
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
@@ -63,59 +51,53 @@ class BackwardPlan(CallPlan):
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    args: AttentionArgs,
     out: Tensor,
     lse: Tensor,
+    dout: Tensor,
     dlse: Tensor | None,
-    terms: Terms,
-    cu_seqlens: tuple = (None, None),
-    mask=None,
-    causal: bool = False,
-    sinks: Tensor | None = None,
-    score: BoundScore | None = None,
     sums: dict[int, Tensor] | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dQ, dK, dV, dsinks) for CUDA tensors, with the shapes and dtypes of q, k, v and sinks; dQ, dK and dV have
-    Terms.grad_dtype if it is set.
+    grad_dtype if it is not None.
 
     Args:
+        args: the call, with a BlockMask and a BoundScore, `deterministic` a bool, and sinks if they need a gradient.
+        out, lse: the results of the forward pass; see ops.attention for all shapes.
         dout: the gradient of out, with its shape and any strides. It is copied if TMA cannot read it.
-        out, lse: the results of the forward pass for q, k and v; see ops.attention for all shapes.
         dlse: the gradient of lse, FP32, or None.
-        cu_seqlens: (cu_seqlens_q, cu_seqlens_k) for packed sequences.
-        mask: the BlockMask.
-        causal: True if the causal mask is combined with `mask`.
-        sinks: (H,), if they need a gradient.
-        score: the score_mod.
         sums: FP32 accumulators of the gradients of tensors that score_mod captures, by index.
     """
-    packed = cu_seqlens[0] is not None
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape or packed and len(cu_seqlens[0]) == 1:
-        found = (torch.zeros_like(t, dtype=terms.grad_dtype) for t in (q, k, v))
-        return *found, _of_sinks_alone(sinks, dlse, cu_seqlens[0])
+    (q, k, v), sinks, mask, score = args[:3], args.sinks, args.block_mask, args.score_mod
+    cu_seqlens = args.cu_seqlens_q, args.cu_seqlens_k
+    if grad_dtype is q.dtype:
+        grad_dtype = None
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape or args.packed and len(args.cu_seqlens_q) == 1:
+        found = (torch.zeros_like(t, dtype=grad_dtype) for t in (q, k, v))
+        return *found, _of_sinks_alone(sinks, dlse, args.cu_seqlens_q)
     if (dout.data_ptr() | out.data_ptr()) & 15:  # the plan's key has the alignment of q, k and v only
         dout, out = dout.clone(), out.clone()
-    element, reads = None, ()
+    offsets = None
+    if args.q_offset is not None or args.k_offset is not None:
+        offsets = check_offsets(args.op, args.q_offset, args.k_offset, q.shape[2], k.shape[2])
+    kind, reads = None, ()
     if mask is not None:
-        mask = with_causal(mask) if causal else mask
-        element, reads = element_of(mask, *q.shape[:2], terms.offsets)
-    if terms.offsets is not None and terms.bounds == (None, None) and score is None and element is None:
-        terms = terms._replace(offsets=None)  # nothing depends on positions
-    of_captured = ()
+        mask = with_causal(mask) if args.causal else mask
+        element, reads = element_of(mask, *q.shape[:2], offsets)
+        kind = BlockKind(*mask.blocksize, element)
+    packed, mod, of_captured, slots = args.packed, None, (), ()
     if score is not None:
         slots = tuple(sorted(sums or ()))
-        mod = score.mod if cu_seqlens[0] is None else score.mod.kept_inside
-        terms, of_captured = terms._replace(score=mod, score_sums=slots), [sums[slot] for slot in slots]
-    kind = None if mask is None else BlockKind(*mask.blocksize, element)
+        mod, of_captured = score.mod.kept_inside if packed else score.mod, [sums[slot] for slot in slots]
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
-    key = terms, kind, forced_path(), dlse is None, len(cu_seqlens[0]) if packed else 0, of_sinks
+    shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
+    key = args[VALUES], kind, mod, slots, of_sinks, grad_dtype, shapes, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
-        make = partial(plan_backward, q, k, v, dout, out, terms, kind, dlse is not None, cu_seqlens[0], of_sinks)
+        facts = {"blocks": kind, "score": mod, "score_sums": slots}
+        make = partial(plan_backward, args, dout, out, facts, dlse is not None, grad_dtype)
         plan = _PLANS.checked(OP, key, tensors, None, make)
     gradients = [plan.new(*layout) for layout in plan.gradients]
     views = gradients
@@ -139,8 +121,11 @@ def backward(
     if sinks is not None:
         sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
+    scalars = plan.scalars
+    if plan.facts.offsets:
+        scalars = *scalars[:OFFSETS], offsets, *scalars[OFFSETS + 1 :]
     plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, sums, turns, sinks, sink_sums)
-    plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *plan.scalars)
+    plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *scalars)
     plan.convert(sums, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
@@ -149,11 +134,17 @@ def backward(
 
 
 def plan_backward(
-    q, k, v, dout, out, terms: Terms, kind: BlockKind | None, lse_gradient: bool, cu_q, sinks: str | None = None
+    args: AttentionArgs, dout, out, score_and_mask: dict, lse_gradient: bool, grad_dtype: torch.dtype | None
 ) -> BackwardPlan:
-    """Select the kernels of a backward pass. The forward pass has checked the tensors."""
+    """Select the kernels of a backward pass. The forward pass has checked the tensors.
+
+    score_and_mask: these fields of BackwardFacts.
+    """
+    (q, k, v), cu_q, kind = args[:3], args.cu_seqlens_q, score_and_mask["blocks"]
     spec, sms = device_arch(q.get_device())
-    packed = cu_q is not None
+    bounds = (None, None) if kind else window_bounds(args.window_size, args.causal)
+    # Without one of them nothing depends on positions
+    positions = bounds != (None, None) or args.score_mod is not None or (kind is not None and kind.mask is not None)
     facts = BackwardFacts(
         arch=spec.target,
         path=path_of(OP, spec),
@@ -161,29 +152,27 @@ def plan_backward(
         dtype=NAMES[q.dtype],
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
-        window=WindowKind() if kind else WindowKind(*(bound is not None for bound in terms.bounds)),
-        softcap=terms.softcap is not None,
-        packed=packed,
-        blocks=kind,
-        deterministic=terms.deterministic,
-        score=terms.score,
-        score_sums=terms.score_sums,
-        offsets=terms.offsets is not None,
-        grad_dtype=None if terms.grad_dtype is None else NAMES[terms.grad_dtype],
+        window=WindowKind(*(bound is not None for bound in bounds)),
+        softcap=args.softcap is not None,
+        packed=args.packed,
+        deterministic=args.deterministic,
+        offsets=positions and (args.q_offset is not None or args.k_offset is not None),
+        grad_dtype=None if grad_dtype is None else NAMES[grad_dtype],
+        **score_and_mask,
     )
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    results = [(f"d{name}", gradient_of(t, "meta", terms.grad_dtype)) for name, t in named[:3]]
+    results = [(f"d{name}", gradient_of(t, "meta", grad_dtype)) for name, t in named[:3]]
     plan.gradients = tuple((tuple(t.shape), t.stride(), t.dtype) for _, t in results)
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()
-    if packed:
+    if args.packed:
         (length, heads, _), items, cols = q.shape, 1, len(k)
     else:
         items, heads, length, _ = q.shape
         cols = k.shape[2]
-    sequences, block_q = len(cu_q) - 1 if packed else None, None if kind is None else kind.block_q
+    sequences, block_q = len(cu_q) - 1 if args.packed else None, None if kind is None else kind.block_q
     plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
     config, turns = facts.config, (plan.tiles, facts.config.dq_groups)
     plan.workspace = (
@@ -191,15 +180,15 @@ def plan_backward(
         layout_of((plan.tiles, config.tile_m * facts.head_dim), torch.float32),
         layout_of(turns, torch.int32) if facts.deterministic else None,
     )
-    plan.scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
-    scale_log2, cap = scalars_of(plan.scale, terms.softcap, terms.score is not None)
-    bounds = None, None
+    plan.scale = q.shape[-1] ** -0.5 if args.scale is None else args.scale
+    scale_log2, cap = scalars_of(plan.scale, args.softcap, args.score_mod is not None)
     if kind is None:  # a row is at most Sk from its first column and Sq from its last one
-        limits = (cols, length) if terms.offsets is None else (MOST, MOST)
-        bounds = (min(bound or 0, n) for bound, n in zip(terms.bounds, limits, strict=True))
-    plan.scalars = scale_log2, cap, plan.scale, *bounds, terms.offsets
+        limits = (MOST, MOST) if facts.offsets else (cols, length)
+        bounds = tuple(min(bound or 0, n) for bound, n in zip(bounds, limits, strict=True))
+    plan.scalars = scale_log2, cap, plan.scale, *bounds, None
     if facts.path == "sm_90":
         plan.scalars += (sms * facts.config.ctas,)  # CTAs resident at the same time
+    sinks = None if args.sinks is None else NAMES[args.sinks.dtype]
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts))

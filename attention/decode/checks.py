@@ -6,20 +6,22 @@ from cute_kernels import checks as common
 from cute_kernels.dtypes import FLOAT8
 
 from .. import checks
+from ..arguments import AttentionArgs
 
 LEAST_PAGE = 16  # tokens
 
 
-def check_cache(op: str, q, k, v, seqused_k, page_table, q_descale=None, k_descale=None, v_descale=None) -> None:
+def check_cache(args: AttentionArgs) -> None:
     """Check q, k and v as checks.check_qkv does; k and v may be FP8, and with a page_table their batch is that of the
     pages.
 
     A q_descale raises TypeError, since q is 16-bit.
     """
+    op, (q, k, v), seqused_k, page_table = args.op, args[:3], args.seqused_k, args.page_table
     narrow = checks.narrow(k, v)
-    if narrow or k_descale is not None or v_descale is not None:
-        check_float8(op, q, k, v, k_descale, v_descale)
-    if q_descale is not None:
+    if narrow or args.k_descale is not None or args.v_descale is not None:
+        check_float8(args)
+    if args.q_descale is not None:
         raise TypeError(
             f"{op}: q_descale requires FP8 q, but with seqused_k or page_table q is 16-bit; multiply q or scale by it"
         )
@@ -55,8 +57,9 @@ def check_cache(op: str, q, k, v, seqused_k, page_table, q_descale=None, k_desca
             )
 
 
-def check_float8(op: str, q, k, v, k_descale, v_descale) -> None:
+def check_float8(args: AttentionArgs) -> None:
     """Check that k and v have one FP8 dtype and q a 16-bit one, and check their dequantization scales."""
+    op, (q, k, v) = args.op, args[:3]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(f"{op}: {name}", tensor)
     known = " or ".join(map(str, FLOAT8))
@@ -67,7 +70,7 @@ def check_float8(op: str, q, k, v, k_descale, v_descale) -> None:
         )
     if q.dtype in FLOAT8:
         raise TypeError(f"{op}: q must be torch.bfloat16 or torch.float16 with an FP8 cache, got {q.dtype}")
-    for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
+    for name, scale in (("k_descale", args.k_descale), ("v_descale", args.v_descale)):
         if scale is None:
             continue
         common.check_tensor(f"{op}: {name}", scale)
@@ -91,6 +94,14 @@ def of_heads(scale: torch.Tensor | None, q, k) -> torch.Tensor | None:
 def capacity(k, page_table) -> int:
     """Maximum number of tokens per sequence in K and V."""
     return k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
+
+
+def with_unit_strides(args: AttentionArgs) -> AttentionArgs:
+    """The call with seqused_k and page_table as the kernels read them."""
+    seqused_k, page_table = unit_stride(args.seqused_k), unit_stride(args.page_table)
+    if seqused_k is args.seqused_k and page_table is args.page_table:
+        return args
+    return args._replace(seqused_k=seqused_k, page_table=page_table)
 
 
 def unit_stride(tensor: torch.Tensor | None) -> torch.Tensor | None:

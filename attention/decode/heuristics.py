@@ -13,6 +13,7 @@ import torch
 from cute_kernels.dtypes import FLOAT8 as NARROW
 from cute_kernels.runtime import families
 
+from ..arguments import AttentionArgs
 from ..forward.config import DecodeFacts, FlashConfig, FlashFacts
 from ..forward.heuristics import SM_80 as SM_80_FORWARD
 from ..forward.heuristics import WIDE
@@ -112,22 +113,33 @@ def pick(facts: DecodeFacts, packed_rows: int = TILE_M) -> DecodeFacts:
     return next(f for f in candidates if f.smem_bytes <= f.spec.smem)
 
 
-def refuse_narrow(q, k) -> bool:
-    """Raise TypeError if K is FP8, which only the decode kernel supports; otherwise return False, for another
-    kernel."""
-    if k.dtype in NARROW:
-        raise TypeError(
-            f"attention: {k.dtype} k and v with {q.dtype} q require the decode kernel, which is selected for short q, "
-            f"got {q.shape[2]} queries and {q.shape[1]} heads; pass seqused_k, which always selects it (slow for long "
-            "q), or dequantize k and v, k.to(q.dtype) * k_descale"
-        )
-    return False
+def choose_kernel(args: AttentionArgs, bounds: tuple, offsets: bool) -> Callable:
+    """Return the `choose` callback of plan.plan_kernel: it selects the decode kernel for calls that dispatch to it.
+
+    Args:
+        bounds: the window's (left, right).
+        offsets: True if the call has offsets, which the decode kernel does not support.
+    """
+
+    def choose(plan, facts: FlashFacts, extents) -> bool:
+        q, k = args.q, args.k
+        if args.seqused_k is not None or (not offsets and serves(q, k, extents.sms)):
+            use(plan, facts, args, bounds, extents.sms)
+            return True
+        if k.dtype in NARROW:  # only the decode kernel supports it
+            raise TypeError(
+                f"attention: {k.dtype} k and v with {q.dtype} q require the decode kernel, which is selected for short "
+                f"q, got {q.shape[2]} queries and {q.shape[1]} heads; pass seqused_k, which always selects it (slow "
+                "for long q), or dequantize k and v, k.to(q.dtype) * k_descale"
+            )
+        return False
+
+    return choose
 
 
-def use(
-    plan, facts: FlashFacts, q, k, seqused_k, page_table, bounds: tuple, sms: int, k_descale=None, v_descale=None
-) -> None:
+def use(plan, facts: FlashFacts, args: AttentionArgs, bounds: tuple, sms: int) -> None:
     """Set the decode kernel of a plan that is complete otherwise; `bounds` are the window's (left, right)."""
+    q, k, seqused_k, page_table = args.q, args.k, args.seqused_k, args.page_table
     cached = seqused_k is not None
     spans = cached and seqused_k.dim() == 2
     page_size = 0 if page_table is None else k.shape[2]
@@ -140,7 +152,8 @@ def use(
             scale, cap, _, right = plan.scalars
             plan.scalars = scale, cap, columns, right
     if cache_dtype := NARROW.get(k.dtype):
-        base |= {"cache": cache_dtype, "k_descale": k_descale is not None, "v_descale": v_descale is not None}
+        scales = {"k_descale": args.k_descale is not None, "v_descale": args.v_descale is not None}
+        base |= {"cache": cache_dtype, **scales}
     facts = DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size)
     if reason := families.unsupported(facts):
         raise TypeError(f"attention: {reason}")
@@ -153,9 +166,6 @@ def use(
     count = forced_splits() or best_splits(items, -(-columns // facts.columns), ctas)
     plan.facts = replace(facts, split=count > 1)
     plan.scalars += (count, ctas) if facts.path == "sm_90" else (count,)
-    plan.more = None, None, None  # seqused_k, page_table, inputs of a score_mod
-    if cache_dtype:
-        plan.more += None, None  # scales
     shape = (count, *plan.out_shape) if count > 1 else None
     plan.function = with_parts(families.function_for(plan.facts), shape, q.device)
     plan.notes.append(

@@ -10,9 +10,7 @@ import torch
 import attention.dispatch as eager
 import attention.gradients  # noqa: F401 (what it imports of plan must not be what `install` puts there)
 import attention.operands  # noqa: F401
-import attention.packed as packed
 import attention.plan as plan
-from attention import block_sparse
 from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts
 from attention.forward.fp8.transposed_values import KEYS, place_of
 from attention.reference import spans_of
@@ -259,8 +257,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms))
-    for module in (eager, packed, block_sparse):
-        monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
+    monkeypatch.setattr(eager, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())
     other = families.function_for
     monkeypatch.setattr(families, "function_for", lambda facts: KINDS.get(facts.family, other)(facts))

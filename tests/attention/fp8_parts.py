@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attention import attention, block_sparse, block_sparse_attention, dispatch, packed
+from attention import attention, block_sparse_attention, dispatch
 from attention.forward import heuristics
 from attention.forward.config import SCALE_TOKENS
 from cute_kernels import explain
@@ -139,8 +139,7 @@ def converting(inside: bool):
     """Within it v of e4m3 is made fp16 inside of the forward kernel where it can be, or by a kernel before."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(heuristics, "converts_inside", lambda *_: inside))
-        for module in (dispatch, packed, block_sparse):
-            stack.enter_context(patch.object(module, "_PLANS", PlanCache(operands=3)))
+        stack.enter_context(patch.object(dispatch, "_PLANS", PlanCache(operands=3)))
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, dispatch, fp8, scaled_dot_product_attention
+from attention.arguments import AttentionArgs
 from attention.forward import heuristics
 from attention.forward.config import Float8Facts
 from attention.forward.fp8.softmax import HEADROOM, LARGEST
@@ -87,7 +88,7 @@ def test_a_plan_knows_how_scales_are_taken():
             call = narrow(dict(zip("qkv", qkv(100, 200), strict=True)), scales)
             if scales == (2,):
                 call["q_descale"] = torch.rand(4)
-            plan = dispatch.plan_attention(**call)
+            plan = dispatch.plan_attention(AttentionArgs(**call))
             assert plan.scale_shapes == shapes
             given = [call[name] for name in SCALES]
             taken = fp8.as_planned(plan, tuple(given))

@@ -425,7 +425,7 @@ def test_the_registered_op_without_lse_has_gradients():
     from attention import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
 
     q, k, v = (t.requires_grad_() for t in qkv(20, 30, 16, dtype=FP64))
-    out, _ = torch.ops.attention.attention(q, k, v, True)
+    out, _ = torch.ops.attention.attention(q, k, v, causal=True)
     got = torch.autograd.grad(out.sum(), (q, k, v))
     for a, b in zip(got, torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b)

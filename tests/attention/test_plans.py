@@ -5,7 +5,7 @@ import torch
 
 import attention.dispatch as eager
 import cute_kernels
-from attention import attention, block_sparse, packed, patterns, reference
+from attention import attention, patterns, reference
 from attention.decode import heuristics
 from cute_kernels.runtime import call_plan
 from cute_kernels.runtime.call_plan import PlanCache
@@ -20,8 +20,7 @@ def test_of_tensors(request, monkeypatch):
     """Both tests of tensors; the plans of other tests are forgotten."""
     if request.param == "ours":
         monkeypatch.setattr(call_plan, "TensorGuards", None)
-    for module in (eager, packed, block_sparse):
-        monkeypatch.setattr(module, "_PLANS", PlanCache(operands=3))
+    monkeypatch.setattr(eager, "_PLANS", PlanCache(operands=3))
 
 
 def operands(Sq=24, Sk=40, **more):

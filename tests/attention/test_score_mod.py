@@ -471,9 +471,8 @@ class TestCompile:
         q, k, v, x = self.call(9, 13, "cpu")
         score = function_text.written(of_table(torch.nn.Parameter(normal(4, 100, dtype=torch.float32))), "score_mod")
         torch.library.opcheck(torch.ops.attention.attention_with_score, (q, k, v, *score), {"return_lse": True})
-        mask, form = torch_op.crossing(BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), lengths=(9, 13)))
-        op = torch.ops.attention.block_sparse_attention_with_score
-        torch.library.opcheck(op, (q, k, v, *mask, *score), {"form": form})
+        mask = torch_op.crossing(BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), lengths=(9, 13)))
+        torch.library.opcheck(torch.ops.attention.block_sparse_attention_with_score, (q, k, v, *mask, *score))
         detached = (q.detach(), k.detach(), v.detach(), *score[:2], [t.detach() for t in score[2]])
         torch.library.opcheck(torch.ops.attention.attention_with_score_out, (*detached, torch.zeros_like(q)), {})
 

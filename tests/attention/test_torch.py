@@ -6,6 +6,7 @@ import torch._dynamo.testing
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask, mask_mods, patterns, torch_op
+from attention.arguments import BACKWARD_TERMS, AttentionArgs
 from attention.masks import mask_text
 from cute_kernels.testing.reference import normal, poisoned
 
@@ -62,7 +63,7 @@ def same(results, expected) -> bool:
 def crossing(mask: BlockMask) -> tuple:
     """A mask as the registered ops take it."""
     lists = list(mask.lists())
-    return lists, list(mask.lengths), list(mask.blocksize), *mask_text.written_mask(mask.mask_mod)
+    return "lists", lists, list(mask.lengths), list(mask.blocksize), *mask_text.written_mask(mask.mask_mod)
 
 
 def masks() -> list[BlockMask]:
@@ -84,7 +85,7 @@ def masks() -> list[BlockMask]:
 def test_opcheck_attention(device):
     call = qkv(Dv=128, device=device)
     out = torch.zeros(2, 4, 200, 128, dtype=BF16, device=device)
-    for terms in ({}, {"causal": True, "return_lse": True}, {"left": 30, "softcap": 5.0, "scale": 0.1}):
+    for terms in ({}, {"causal": True, "return_lse": True}, {"window_size": [30, -1], "softcap": 5.0, "scale": 0.1}):
         torch.library.opcheck(OPS.attention.default, call, terms)
         torch.library.opcheck(OPS.attention_out.default, (*call, out), terms)
     torch.library.opcheck(OPS.attention.default, [rows_first(t) for t in qkv(device=device)], {})
@@ -106,8 +107,7 @@ def test_opcheck_block_sparse():
         out = torch.zeros(2, 4, 200, 64, dtype=BF16)
         torch.library.opcheck(OPS.block_sparse_attention_out.default, (*args, out), {"causal": True})
     for form in ("flex", "bool", "bsr"):
-        mask, form = torch_op.crossing(held(form))
-        torch.library.opcheck(OPS.block_sparse_attention.default, (*operands(), *mask), {"form": form})
+        torch.library.opcheck(OPS.block_sparse_attention.default, (*operands(), *torch_op.crossing(held(form))))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -120,13 +120,12 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
     elif form == "of one projection":
         q, k, v = of_one_projection(q, k, v)
     mask = crossing(masks()[1].to(device))
-    dense = False, *[None] * 8, False, None, None
-    for name, lists, terms in (
-        ("attention", (), dense),
-        ("block_sparse_attention", mask, (*mask, False, *[None] * 4, "lists", False, None, None)),
-    ):
-        out, lse = getattr(OPS, name)(q, k, v, *lists, return_lse=True)
-        call, backward = (torch.randn_like(out), None, q, k, v, out, lse, *terms), getattr(OPS, f"{name}_backward")
+    terms = AttentionArgs(q, k, v)._asdict()
+    terms = *(terms[name] for name in BACKWARD_TERMS), None
+    for name, parts in (("attention", ()), ("block_sparse_attention", mask)):
+        out, lse = getattr(OPS, name)(q, k, v, *parts, return_lse=True)
+        backward = getattr(OPS, f"{name}_backward")
+        call = torch.randn_like(out), None, q, k, v, out, lse, *parts, *terms
         torch.library.opcheck(backward.default, call, test_utils=("test_schema", "test_faketensor"))
         for gradient, t in zip(backward(*call), (q, k, v)):
             expected = torch.empty(t.shape) if form == "of one projection" else t
@@ -136,7 +135,9 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
 def test_ops_can_be_called_by_name():
     """As an exported graph does."""
     call = qkv()
-    assert same(OPS.attention(*call, True, 5, None)[0], attention(*call, causal=True, window_size=(5, None)))
+    assert same(
+        OPS.attention(*call, causal=True, window_size=[5, -1])[0], attention(*call, causal=True, window_size=(5, None))
+    )
     for mask in masks():
         assert same(OPS.block_sparse_attention(*call, *crossing(mask))[0], block_sparse_attention(*call, mask))
 
@@ -147,11 +148,11 @@ def test_a_mask_is_made_again_only_of_other_tensors():
     made = torch_op._block_mask(*crossing(mask))
     assert torch_op._block_mask(*crossing(mask)).kv_indices is made.kv_indices
     assert torch_op._block_mask(*crossing(masks()[2])).kv_indices is not made.kv_indices
-    lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
+    form, lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
     for _ in range(20):
         other = [*lists[:3], BlockMask.from_blocks(SECOND).full_kv_indices]
         for given in (other, lists):
-            assert torch.equal(torch_op._block_mask(given, *sizes).full_kv_indices, given[3])
+            assert torch.equal(torch_op._block_mask(form, given, *sizes).full_kv_indices, given[3])
         del other, given
 
 

@@ -1,0 +1,123 @@
+"""The arguments of one attention call, as an object that is passed from the public functions to the kernels.
+
+An argument is declared once, as a field of AttentionArgs. Its place among the fields says what it is: the registered
+ops' schema, the key and the tensors of the plan cache, and what autograd keeps for backward derive from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypedDict, get_type_hints
+
+from torch import Tensor
+
+Window = Sequence[int | None] | None  # (left, right)
+
+
+class AttentionArgs(NamedTuple):
+    """Arguments of attention, and with a block_mask of block_sparse_attention; see ops."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    # Optional tensors (OPTIONAL), whose metadata is part of a plan's key
+    out: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
+    sinks: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    # Functions of positions, with the tensors that they read; below ops a score_mod is a BoundScore
+    block_mask: Any = None
+    score_mod: Any = None
+    # Values (VALUES), which are part of a plan's key
+    causal: bool = False
+    window_size: Window = None
+    softcap: float | None = None
+    scale: float | None = None
+    return_lse: bool = False
+    deterministic: bool | None = None
+    use_fast_accum: bool = False
+    # Numbers that kernels are given in each call, so that a plan serves all of them
+    q_offset: int | None = None
+    k_offset: int | None = None
+
+    @property
+    def op(self) -> str:
+        """Name of the public function, for errors."""
+        return "attention" if self.block_mask is None else "block_sparse_attention"
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
+
+    @property
+    def descales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Dequantization scales of FP8 q, k and v."""
+        return self.q_descale, self.k_descale, self.v_descale
+
+    def with_lse(self) -> AttentionArgs:
+        """The same call with return_lse=True."""
+        return AttentionArgs(*self[:_LSE], True, *self[_LSE + 1 :])
+
+    def given(self, function: Callable) -> dict[str, Any]:
+        """The arguments that a function takes, by name, except those with their default."""
+        names = function.__kwdefaults__.keys() & AttentionArgs._field_defaults.keys()
+        return {n: x for n in names if (x := getattr(self, n)) is not AttentionArgs._field_defaults[n]}
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of both ops except return_lse, for their overloads."""
+
+    causal: bool
+    softcap: float | None
+    scale: float | None
+    out: Tensor | None
+    sinks: Tensor | None
+    deterministic: bool | None
+    score_mod: Callable | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    use_fast_accum: bool
+    q_offset: int | None
+    k_offset: int | None
+
+
+class AttentionOptions(Options, total=False):
+    """Keyword arguments of attention except return_lse."""
+
+    window_size: Window
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+
+
+NAMES = AttentionArgs._fields
+_LSE = NAMES.index("return_lse")
+OPTIONAL = slice(NAMES.index("out"), NAMES.index("block_mask"))
+VALUES = slice(NAMES.index("causal"), NAMES.index("q_offset"))
+ABSENT = (type(None),) * len(NAMES[OPTIONAL])  # types of the optional tensors of a call that passes none
+
+# Arguments of the registered ops after the operands, the mask and the score_mod; and those that backward reads
+TERMS = tuple(name for name in NAMES[OPTIONAL] + NAMES[VALUES] + ("q_offset", "k_offset") if name != "out")
+FORWARD_ONLY = {
+    "seqused_k", "page_table", "q_descale", "k_descale", "v_descale", "return_lse", "use_fast_accum",
+}  # fmt: skip
+BACKWARD_TERMS = tuple(name for name in TERMS if name not in FORWARD_ONLY)
+
+SCHEMA_TYPES = {
+    Tensor | None: "Tensor?", bool: "bool", bool | None: "bool?", float | None: "float?", int | None: "SymInt?",
+    Window: "SymInt[]?",  # -1 for no bound
+}  # fmt: skip
+
+
+def schema(names: Iterable[str], with_defaults: bool = True) -> str:
+    """The arguments of these names in the syntax of torch.library."""
+    types, defaults = get_type_hints(AttentionArgs), AttentionArgs._field_defaults
+    end = "={}" if with_defaults else ""
+    return ", ".join(f"{SCHEMA_TYPES[types[name]]} {name}{end.format(defaults[name])}" for name in names)
