@@ -46,11 +46,13 @@ def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None)
     now = trace_mask(mask.mask_mod, mask.device)
     if now is not known:
         check_plain(OP, now.tensors)
-        element, checked = for_kernel(now), set()
+        element, checked = for_kernel(now), {}
         cached.facts = now, element, checked
-    if (batch, heads, offsets) not in checked:
-        check_extents(*element, batch, heads, lengths_at(mask.lengths, offsets))
-        checked.add((batch, heads, offsets))
+    known, lengths = checked.get((batch, heads)), lengths_at(mask.lengths, offsets)
+    if known is None or lengths[0] > known[0] or lengths[1] > known[1]:
+        lengths = lengths if known is None else (max(lengths[0], known[0]), max(lengths[1], known[1]))
+        check_extents(*element, batch, heads, lengths)
+        checked[batch, heads] = lengths
     return element
 
 

@@ -4,6 +4,7 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 """
 
 from collections.abc import Callable
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -18,17 +19,32 @@ from sparse_collective import BsrMatrix
 
 from . import checks, dispatch
 from . import families as _families  # noqa: F401 (importing it registers them)
-from .arguments import OPTIONAL, AttentionArgs, Window
+from .arguments import OPTIONAL, AttentionArgs, AttentionOptions, Options, Window
 from .masks.block_mask import BlockMask
 from .masks.score_mod import bound
 from .operands import autocast
 from .plan import FlashPlan
 
+Operand = Tensor | Quantized
+AnyMask = BlockMask | FlexBlockMask | BsrMatrix | Tensor
 
+
+@overload
 def attention(
-    q: Tensor | Quantized,
-    k: Tensor | Quantized,
-    v: Tensor | Quantized,
+    q: Operand, k: Operand, v: Operand, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Operand, k: Operand, v: Operand, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Operand, k: Operand, v: Operand, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    q: Operand,
+    k: Operand,
+    v: Operand,
     *,
     causal: bool = False,
     window_size: Window = None,
@@ -129,11 +145,24 @@ def attention(
     return _call(args)
 
 
+@overload
 def block_sparse_attention(
-    q: Tensor | Quantized,
-    k: Tensor | Quantized,
-    v: Tensor | Quantized,
-    block_mask: BlockMask | FlexBlockMask | BsrMatrix | Tensor,
+    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def block_sparse_attention(
+    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def block_sparse_attention(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    block_mask: AnyMask,
     *,
     causal: bool = False,
     softcap: float | None = None,
@@ -206,7 +235,8 @@ def _call(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     if type(args.q) is Quantized or type(args.k) is Quantized or type(args.v) is Quantized:
         args = AttentionArgs(**unpacked_arguments(args.op, args._asdict()))
     if any_autocast() and args.out is None:
-        args = AttentionArgs(*autocast(*args[:3]), *args[3:])
+        q, k, v = autocast(*args[:3])
+        args = args._replace(q=q, k=k, v=v)
     if type(args.window_size) is list:  # plans need a key that can be hashed
         args = args._replace(window_size=tuple(args.window_size))
     if args.deterministic is not None:

@@ -122,10 +122,10 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
     mask = crossing(masks()[1].to(device))
     terms = AttentionArgs(q, k, v)._asdict()
     terms = *(terms[name] for name in BACKWARD_TERMS), None
-    for name, parts in (("attention", ()), ("block_sparse_attention", mask)):
-        out, lse = getattr(OPS, name)(q, k, v, *parts, return_lse=True)
+    for name, lists in (("attention", ()), ("block_sparse_attention", mask)):
+        out, lse = getattr(OPS, name)(q, k, v, *lists, return_lse=True)
         backward = getattr(OPS, f"{name}_backward")
-        call = torch.randn_like(out), None, q, k, v, out, lse, *parts, *terms
+        call = torch.randn_like(out), None, q, k, v, out, lse, *lists, *terms
         torch.library.opcheck(backward.default, call, test_utils=("test_schema", "test_faketensor"))
         for gradient, t in zip(backward(*call), (q, k, v)):
             expected = torch.empty(t.shape) if form == "of one projection" else t
