@@ -6,12 +6,12 @@ ops' schema, the key and the tensors of the plan cache, and what autograd keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict, get_type_hints
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-Window = Sequence[int | None] | None  # (left, right)
+from .annotations import Window
 
 
 class AttentionArgs(NamedTuple):
@@ -61,40 +61,12 @@ class AttentionArgs(NamedTuple):
 
     def with_lse(self) -> AttentionArgs:
         """The same call with return_lse=True."""
-        return AttentionArgs(*self[:_LSE], True, *self[_LSE + 1 :])
+        return self._make((*self[:_LSE], True, *self[_LSE + 1 :]))
 
     def given(self, function: Callable) -> dict[str, Any]:
         """The arguments that a function takes, by name, except those with their default."""
-        names = function.__kwdefaults__.keys() & AttentionArgs._field_defaults.keys()
-        return {n: x for n in names if (x := getattr(self, n)) is not AttentionArgs._field_defaults[n]}
-
-
-class Options(TypedDict, total=False):
-    """Keyword arguments of both ops except return_lse, for their overloads."""
-
-    causal: bool
-    softcap: float | None
-    scale: float | None
-    out: Tensor | None
-    sinks: Tensor | None
-    deterministic: bool | None
-    score_mod: Callable | None
-    q_descale: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-    use_fast_accum: bool
-    q_offset: int | None
-    k_offset: int | None
-
-
-class AttentionOptions(Options, total=False):
-    """Keyword arguments of attention except return_lse."""
-
-    window_size: Window
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    page_table: Tensor | None
+        names, defaults = function.__kwdefaults__ or {}, self._field_defaults
+        return {n: x for n in names if n in defaults and (x := getattr(self, n)) is not defaults[n]}
 
 
 NAMES = AttentionArgs._fields
@@ -104,7 +76,7 @@ VALUES = slice(NAMES.index("causal"), NAMES.index("q_offset"))
 ABSENT = (type(None),) * len(NAMES[OPTIONAL])  # types of the optional tensors of a call that passes none
 
 # Arguments of the registered ops after the operands, the mask and the score_mod; and those that backward reads
-TERMS = tuple(name for name in NAMES[OPTIONAL] + NAMES[VALUES] + ("q_offset", "k_offset") if name != "out")
+TERMS = tuple(name for name in (*NAMES[OPTIONAL], *NAMES[VALUES], "q_offset", "k_offset") if name != "out")
 FORWARD_ONLY = {
     "seqused_k", "page_table", "q_descale", "k_descale", "v_descale", "return_lse", "use_fast_accum",
 }  # fmt: skip

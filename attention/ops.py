@@ -19,7 +19,8 @@ from sparse_collective import BsrMatrix
 
 from . import checks, dispatch
 from . import families as _families  # noqa: F401 (importing it registers them)
-from .arguments import OPTIONAL, AttentionArgs, AttentionOptions, Options, Window
+from .annotations import AttentionOptions, BlockSparseOptions, Window
+from .arguments import OPTIONAL, AttentionArgs
 from .masks.block_mask import BlockMask
 from .masks.score_mod import bound
 from .operands import autocast
@@ -148,15 +149,21 @@ def attention(
 @overload
 def block_sparse_attention(
     q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[BlockSparseOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def block_sparse_attention(
-    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    block_mask: AnyMask,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[BlockSparseOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def block_sparse_attention(
-    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: bool, **options: Unpack[Options]
+    q: Operand, k: Operand, v: Operand, block_mask: AnyMask, *, return_lse: bool, **options: Unpack[BlockSparseOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def block_sparse_attention(
     q: Operand,

@@ -174,6 +174,7 @@ def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> Blo
     if args.packed:
         refuse_offsets(args, "cu_seqlens_q and cu_seqlens_k", OP)
         check_packed(args)
+    if args.cu_seqlens_q is not None:
         items, lengths = len(args.cu_seqlens_q) - 1, (1, 1)
     else:
         checks.check_qkv(OP, q, k, v)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import cute_kernels
 import sparse_collective as sc
+from attention import BlockMask, attention, block_sparse_attention
 from cute_kernels import Quantized, Sparse24, gemm, prune_2_4, quantize
 from sparse_collective.nn import BsrLinear, GatedBsrLinear, SwiGLU
 
@@ -51,6 +52,18 @@ def block_sparse(x: Tensor, w: Tensor) -> None:
     sc.bsr_linear(x, W, residual=x)  # type: ignore[call-overload]
     sc.bsr_matmul(x=x, W=W)  # type: ignore[call-overload]
     W.quantize(per="row")  # type: ignore[arg-type]
+
+
+def attentions(q: Tensor, mask: BlockMask, with_lse: bool) -> None:
+    assert_type(attention(q, q, q, causal=True), Tensor)
+    assert_type(attention(q, q, q, window_size=(None, 0), return_lse=True), tuple[Tensor, Tensor])
+    assert_type(attention(quantize(q, per="head"), q, q, return_lse=with_lse), Tensor | tuple[Tensor, Tensor])
+    assert_type(block_sparse_attention(q, q, q, mask, return_lse=False), Tensor)
+    assert_type(block_sparse_attention(q, q, q, mask, return_lse=True, q_offset=3), tuple[Tensor, Tensor])
+
+    attention(q, q, q, mask)  # type: ignore[call-overload]
+    attention(q, q, q, window=(None, 0))  # type: ignore[call-overload]
+    block_sparse_attention(q, q, q, mask, window_size=(None, 0))  # type: ignore[call-overload]
 
 
 def layers(x: Tensor) -> None:

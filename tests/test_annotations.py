@@ -5,6 +5,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from attention import attention, block_sparse_attention
+from attention.annotations import AttentionOptions, BlockSparseOptions
 from cute_kernels import gemm
 from cute_kernels.annotations import Activation, GemmOptions, Path, ScaleKind
 from cute_kernels.arch import PATHS
@@ -20,6 +22,8 @@ from sparse_collective.annotations import LinearOptions, MatmulOptions
         (gemm, GemmOptions, "return_amax"),
         (bsr_matmul, MatmulOptions, "return_amax"),
         (bsr_linear, LinearOptions, "return_amax"),
+        (attention, AttentionOptions, "return_lse"),
+        (block_sparse_attention, BlockSparseOptions, "return_lse"),
     ],
 )
 def test_options_are_the_keyword_arguments(function, options, flag):

@@ -140,8 +140,7 @@ def choose_kernel(args: AttentionArgs, bounds: tuple, offsets: bool) -> Callable
 def use(plan, facts: FlashFacts, args: AttentionArgs, bounds: tuple, sms: int) -> None:
     """Set the decode kernel of a plan that is complete otherwise; `bounds` are the window's (left, right)."""
     q, k, seqused_k, page_table = args.q, args.k, args.seqused_k, args.page_table
-    cached = seqused_k is not None
-    spans = cached and seqused_k.dim() == 2
+    spans = seqused_k is not None and seqused_k.dim() == 2
     page_size = 0 if page_table is None else k.shape[2]
     base = {f.name: getattr(facts, f.name) for f in fields(FlashFacts)}
     batch, heads, rows, _ = q.shape
@@ -154,7 +153,7 @@ def use(plan, facts: FlashFacts, args: AttentionArgs, bounds: tuple, sms: int) -
     if cache_dtype := NARROW.get(k.dtype):
         scales = {"k_descale": args.k_descale is not None, "v_descale": args.v_descale is not None}
         base |= {"cache": cache_dtype, **scales}
-    facts = DecodeFacts(**base, seqlens=cached, spans=spans, page_size=page_size)
+    facts = DecodeFacts(**base, seqlens=seqused_k is not None, spans=spans, page_size=page_size)
     if reason := families.unsupported(facts):
         raise TypeError(f"attention: {reason}")
     facts = pick(facts, qhead_per_kvhead * rows)

@@ -1,13 +1,12 @@
 """AttentionArgs: every argument reaches its field, its type and the schema; offsets are no part of a plan's key."""
 
 import inspect
-from typing import get_type_hints
 
 import pytest
 import torch
 
 from attention import attention, attention_backward, block_sparse_attention, dispatch, ops, patterns, shards
-from attention.arguments import BACKWARD_TERMS, TERMS, AttentionArgs, AttentionOptions, Options, schema
+from attention.arguments import BACKWARD_TERMS, TERMS, AttentionArgs, schema
 from attention.backward import dispatch as backward
 from attention.masks.score_mods import RelativeBias
 from bench.host import launches_replaced
@@ -31,13 +30,6 @@ def test_every_argument_reaches_its_field(op, monkeypatch):
     if op is attention_backward:
         assert others == [call.pop(name) for name in ("out", "lse", "dout", "dlse", "grad_dtype")]
     assert args._asdict() == args._field_defaults | call
-
-
-@pytest.mark.parametrize(("op", "options"), [(attention, AttentionOptions), (block_sparse_attention, Options)])
-def test_overloads_have_the_arguments_of_the_op(op, options):
-    parameters = inspect.signature(op).parameters
-    named = {n: p.annotation for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "return_lse"}
-    assert get_type_hints(options) == named
 
 
 def test_the_schema_has_every_argument():
