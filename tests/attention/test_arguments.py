@@ -1,6 +1,7 @@
 """AttentionArgs: every argument reaches its field, its type and the schema; offsets are no part of a plan's key."""
 
 import inspect
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_the_schema_has_every_argument():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched():
     """The arguments of all kernels, which do nothing."""
     calls = []
 
@@ -52,9 +53,8 @@ def launched(monkeypatch):
         return lambda *arguments: calls.append((facts.family, arguments))
 
     with launches_replaced():
-        for module in (families, backward):
-            monkeypatch.setattr(module, "function_for", function_for)
-        yield calls
+        with patch.object(families, "function_for", function_for), patch.object(backward, "function_for", function_for):
+            yield calls
 
 
 def heads(*lengths) -> list[torch.Tensor]:
