@@ -34,7 +34,7 @@ def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None)
     """(ElementMask, the tensors that it reads) of mask_mod as it is now, for so many items and heads, and positions
     that begin at `offsets`; (None, ()) without one.
 
-    The mask caches the latest trace of mask_mod, the element mask, and the (batch, heads, offsets) that were checked.
+    The mask caches the latest trace of mask_mod, the element mask, and what was checked: (batch, heads) -> lengths.
 
     Raises:
         NeedsDispatcher: it captures a tensor without memory of its own.
