@@ -61,7 +61,7 @@ class AttentionArgs(NamedTuple):
 
     def with_lse(self) -> AttentionArgs:
         """The same call with return_lse=True."""
-        return self._make((*self[:_LSE], True, *self[_LSE + 1 :]))
+        return AttentionArgs._make((*self[:_LSE], True, *self[_LSE + 1 :]))
 
     def given(self, function: Callable) -> dict[str, Any]:
         """The arguments that a function takes, by name, except those with their default."""
