@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 
 from cute_kernels import checks
-from cute_kernels.dtypes import FLOAT8, NAMES, accumulator, default_out_dtype
+from cute_kernels.dtypes import FLOAT8, NAMES, OPERANDS, accumulator, default_out_dtype
 from cute_kernels.runtime.device import plans_kernel
 
 from .arguments import AttentionArgs
@@ -123,7 +123,10 @@ def check_fast(args: AttentionArgs) -> None:
 
 
 def out_dtype(op: str, q, out) -> torch.dtype:
-    """The output dtype: q's. For FP8 q out's (bfloat16, float16 or float32), or bfloat16 by default."""
+    """The output dtype: q's, or float32 if `out` is. For FP8 q out's (bfloat16, float16 or float32), or bfloat16 by
+    default."""
+    if q.dtype in OPERANDS and getattr(out, "dtype", None) == torch.float32:
+        return out.dtype
     if q.dtype not in FLOAT8 or not isinstance(out, torch.Tensor):  # an `out` that is no tensor: check_out raises
         return default_out_dtype(q.dtype)
     if out.dtype not in NAMES:

@@ -142,6 +142,9 @@ def _reference(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """(out, lse) in plain torch."""
     if args.q.dtype in FLOAT8:
         args = fp8.dequantised(args)
+    elif args.out is not None and args.out.dtype == torch.float32:
+        wide = [t if t.dtype in FLOAT8 else t.float() for t in args[:3]]
+        args = args._replace(**dict(zip("qkv", wide, strict=True)))
     q, k, v, *_ = args
     if args.packed:
         return packed.reference_of(args)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import checks as common
-from cute_kernels.dtypes import FLOAT8, NAMES, NAMES_OF_OPERANDS, OPERANDS
+from cute_kernels.dtypes import FLOAT8, NAMES_OF_OPERANDS, OPERANDS
 from cute_kernels.runtime import families
 
 from . import checks, reference
@@ -136,8 +136,8 @@ def choose_kernel(args: AttentionArgs, sequences: int = 0) -> Callable:
     def choose_one(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
         has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": args.use_fast_accum, "out_dtype": NAMES[plan.out_dtype]}
-        narrow = Float8Facts(**known | kinds, **has, tokens=of_tokens(scales))
+        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": args.use_fast_accum}
+        narrow = Float8Facts(**known, **kinds, **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
         plan.facts = heuristics.pick(narrow, extents)

@@ -79,7 +79,8 @@ def attention(
         softcap: c, for scores c * tanh(scale * score / c).
         scale: above 0; 1 / sqrt(D) by default.
         return_lse: whether to return (out, lse), lse (B, H, Sq) float32: log of a row's sum of exponentials.
-        out: where to write the result, D contiguous, of strides that are multiples of 16 bytes.
+        out: where to write the result, D contiguous, of strides that are multiples of 16 bytes. Its dtype is q's or
+            float32, in which the results of shards are not rounded before attention.merge adds them up.
         seqused_k: (B,) int32, for a cache that is not full: the rows of k and v that each item has, instead of all Sk,
             also for causal and window_size. Rows after those may hold anything, even NaN. Or (B, 2), for padding on the
             left: item b has rows seqused_k[b, 0] to before seqused_k[b, 1], and those before must be finite.

@@ -119,6 +119,7 @@ def plan_kernel(
         score=None if score is None else score.mod,
         sinks=None if sinks is None else NAMES[sinks.dtype],
         offsets=offsets,
+        out_dtype=None if plan.out_dtype == q.dtype else NAMES[plan.out_dtype],
         **more,
     )
     views = tuple(view_of(plan, *named) for named in (("q", q), ("k", k), ("v", v), ("out", out)))

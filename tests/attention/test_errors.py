@@ -60,7 +60,7 @@ WRONG = [
     ("dense", {"window_size": (-2, 0)}, ValueError, "left bound must be at least 0, .*, got -2"),
     ("dense", {"return_lse": 1}, TypeError, "return_lse must be True or False"),
     ("dense", {"out": bf16(2, 4, 33, 32)}, ValueError, "out has shape"),
-    ("dense", {"out": torch.zeros(2, 4, 33, 64)}, TypeError, "out is torch.float32"),
+    ("dense", {"out": torch.zeros(2, 4, 33, 64, dtype=torch.float16)}, TypeError, "out is torch.float16"),
     ("dense", {"out": bf16(2, 4, 33, 65)[..., :64]}, ValueError, "out's address and strides"),
     ("cache", {"seqused_k": [1, 2]}, TypeError, "seqused_k must be a torch.Tensor"),
     ("cache", {"seqused_k": torch.zeros(2)}, TypeError, "seqused_k must be torch.int32, got torch.float32"),
