@@ -122,9 +122,9 @@ def problem_of(call: calls.Call, facts: GemmFacts) -> Problem:
 def launcher(plan: Plan, call: calls.Call) -> Callable[[Callable, Candidate], object]:
     """Return a function of (kernel, candidate) that launches any kernel for the call, past the checks of the op."""
     a, b = call.args if call.op is not bsr_linear else call.args[::-1]
-    rest = call.out, call.terms.get("bias"), call.terms.get("residual"), None
-    rest = (a, b, *rest) if call.op is gemm else (b, *rest)
-    rest = viewed(plan.views, *rest) if plan.views else rest
+    operands = (a, b, call.out) if call.op is gemm else (b, call.out)
+    rest = *operands, *(call.terms[name] for name in ("bias", "residual") if call.terms.get(name) is not None)
+    rest = viewed(plan.views, rest) if plan.views else rest
 
     def launch(function: Callable, candidate: Candidate) -> object:
         facts, tables = candidate.facts, ()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import dispatch
 from .annotations import Activation, GemmOptions, Precision
+from .arguments import GemmArgs
 from .checks import narrow, scaled, watched
 from .fp8.quantized import Quantized, unpacked
 from .gradients import differentiable
@@ -135,7 +136,7 @@ def gemm(
             Sparse24; torch.compile traces a call with an FP8 Sparse24; or the GPU is older than sm_80.
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
-    special = type(a) in SPECIAL or type(b) in SPECIAL
+    special = not (type(a) is type(b) is Tensor) and (type(a) in SPECIAL or type(b) in SPECIAL)
     if special:
         (a, scale_a), (b, scale_b) = unpacked("gemm", "a", a, scale_a), unpacked("gemm", "b", b, scale_b)
     amax = None if return_amax is False else new_amax("gemm", return_amax, a)
@@ -143,51 +144,46 @@ def gemm(
     plain = epilogue is None and not special
     if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
         watches = False  # the call raises
+    values = (
+        a, b, out, bias, residual, scale_a, scale_b, scale_out, amax, activation, alpha, beta, out_dtype, epilogue,
+        accumulation_dtype, precision, use_fast_accum,
+    )  # fmt: skip
     if plain and not (compiling or casts or hidden()):
         try:
             if watches:
-                accumulation = accumulation_dtype, precision
-                return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, None, *accumulation)
-            y = dispatch.gemm(
-                a, b, bias, activation, residual, alpha, beta, out, out_dtype, None, False, scale_a, scale_b,
-                use_fast_accum, accumulation_dtype, scale_out, amax, precision,
-            )  # fmt: skip
+                return differentiable(values)
+            y = dispatch.gemm(values)
             return y if amax is None else (y, amax)
         except NeedsDispatcher:
             pass
-    terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    options = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype, "scale_out": scale_out}
-    options |= {"scale_a": scale_a, "scale_b": scale_b, "amax": amax, "precision": precision}
-    y = _unusual(a, b, terms, options, watches)
+    y = _unusual(GemmArgs(*values), watches)
     return y if amax is None else (y, amax)
 
 
-def _unusual(a, b, terms: tuple, options: dict, watches: bool) -> Tensor:
+def _unusual(args: GemmArgs, watches: bool) -> Tensor:
     """The slow path of gemm: calls traced by torch.compile or seen by the dispatcher, under autocast, with a user's
     function, or with a Sparse24. watches: autograd records the call."""
-    bias, activation, residual, alpha, beta, out, out_dtype, epilogue = terms
-    scale_a, scale_b, precision = options["scale_a"], options["scale_b"], options["precision"]
-    if any_autocast() and out is None and precision is None:
-        a, b, residual = cast_product(a, b, residual, out_dtype)
-        terms = bias, activation, residual, alpha, beta, out, out_dtype, epilogue
-    compiling, scale_out, amax = torch.compiler.is_compiling(), options["scale_out"], options["amax"]
-    if isinstance(a, Sparse24) or isinstance(b, Sparse24):
-        sparse24.check_wide(scale_out, amax, precision)
-        if compiling or dispatched("gemm", *sparse24.parts(a, b), bias, residual, out, scale_a, scale_b):
-            from .sparse24.torch_op import traced_gemm as run
-        else:
-            run = sparse24.gemm
-        return run(a, b, *terms, scale_a, scale_b, options["use_fast_accum"], options["accumulation_dtype"])
-    if not compiling and not dispatched("gemm", a, b, bias, residual, out, scale_a, scale_b, scale_out, amax):
+    if any_autocast() and args.out is None and args.precision is None:
+        a, b, residual = cast_product(args.a, args.b, args.residual, args.out_dtype)
+        args = args._replace(a=a, b=b, residual=residual)
+    compiling, structured = torch.compiler.is_compiling(), isinstance(args.a, Sparse24) or isinstance(args.b, Sparse24)
+    if structured:
+        sparse24.check_kind(args)
+        tensors = *sparse24.parts(args.a), args.b, *args.tensors[2:]
+    else:
+        tensors = args.tensors
+    if not compiling and not dispatched("gemm", *tensors):
         try:
-            if not watches:
-                return dispatch.gemm(a, b, *terms, **options)
-            if epilogue is not None:  # traced here, where captured tensors still show requires_grad
-                epilogue = epilogue_program("gemm", epilogue)
-            accumulation = options["accumulation_dtype"], precision
-            return differentiable(a, b, bias, activation, residual, alpha, beta, out_dtype, epilogue, *accumulation)
+            if args.epilogue is not None:  # traced here, where captured tensors still show requires_grad
+                args = args._replace(epilogue=epilogue_program("gemm", args.epilogue))
+            run = sparse24.gemm if structured else differentiable if watches else dispatch.gemm
+            return run(args)
         except NeedsDispatcher:
-            pass
-    from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
+            if structured:
+                raise
+    if structured:
+        from .sparse24.torch_op import traced_gemm
+    else:
+        from .torch_op import traced_gemm  # imports torch's compiler, which takes seconds
 
-    return traced_gemm(a, b, *terms, **options)
+    return traced_gemm(args)

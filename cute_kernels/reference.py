@@ -48,15 +48,16 @@ def apply_epilogue(acc, bias, activation, residual, alpha, beta, function):
 
 
 @outside_autocast
-def gemm(a, b, terms, out, out_dtype):
+def gemm(args, out_dtype: torch.dtype, with_z: bool = False):
     """a (..., M, K) @ b (..., K, N) with the epilogue, rounded once, to the output's dtype.
 
-    terms: a Terms of matmul/epilogue/terms.py with a Program as epilogue.
+    args: GemmArgs with a Program as epilogue.
     """
+    a, b = args.a, args.b
     wide = accumulator(a.dtype)
-    if terms.precision == "tf32":
+    if args.precision == "tf32":
         a, b = rounded(a), rounded(b)
-    scale_a, scale_b = terms.scale_a, terms.scale_b
+    scale_a, scale_b = args.scale_a, args.scale_b
     a_blocks = scale_a is not None and scale_a.dim() > 1 and scale_a.shape[-1] != 1
     b_blocks = scale_b is not None and scale_b.numel() != 1 and scale_b.dim() > 1
     b_blocks = b_blocks and (scale_b.shape[-2] != 1 or scale_b.shape[-1] != b.shape[-1])
@@ -68,7 +69,7 @@ def gemm(a, b, terms, out, out_dtype):
             if scale.numel() == 1:
                 scale = scale.reshape(())
             acc = acc * (scale.unsqueeze(dim) if scale.dim() == 1 else scale)
-    return finish(acc, terms, out, out_dtype)
+    return finish(acc, args, out_dtype, with_z)
 
 
 def of_elements(scale, x):
@@ -90,32 +91,33 @@ def gate_of_rounded(z, activation):
     return gate(z.to(accumulator(z.dtype)), activation).to(z.dtype)
 
 
-def narrowed(x, terms, out_dtype):
+def narrowed(x, scale_out, amax, out_dtype):
     """x * scale_out as FP8; the largest magnitude of x is stored to amax."""
-    if terms.amax is not None:
-        terms.amax.fill_(x.abs().amax())
-    if terms.scale_out is not None:
-        x = x * terms.scale_out.reshape(()).to(x.dtype)
+    if amax is not None:
+        amax.fill_(x.abs().amax())
+    if scale_out is not None:
+        x = x * scale_out.reshape(()).to(x.dtype)
     top = torch.finfo(out_dtype).max
     return x.clamp(-top, top).to(out_dtype)
 
 
-def finish(acc, terms, out, out_dtype):
-    """Apply the epilogue to an accumulator and round once, into `out` or a contiguous tensor; (y, z) with terms.with_z.
+def finish(acc, args, out_dtype: torch.dtype, with_z: bool):
+    """Apply the epilogue of a call to an accumulator and round once, into `out` or a contiguous tensor; (y, z) with z.
 
     FP16 accumulation is an FP32 accumulator rounded once, whereas kernels round each addition.
     """
-    t = terms
+    t = args
+    residual = None if t.beta == 0 else t.residual
     if t.accumulation_dtype == torch.float16:
         acc = acc.half().float()
     if t.gated:
         result = gate(acc, t.activation)
-        return result.to(out_dtype).contiguous() if out is None else out.copy_(result)
-    if t.with_z:
-        z = linear_terms(acc, t.bias, t.residual, t.alpha, t.beta)
+    elif with_z:
+        z = linear_terms(acc, t.bias, residual, t.alpha, t.beta)
         y = apply_epilogue(z, None, t.activation, None, 1.0, 1.0, t.epilogue)
         return y.to(out_dtype).contiguous(), z.to(out_dtype).contiguous()
-    result = apply_epilogue(acc, t.bias, t.activation, t.residual, t.alpha, t.beta, t.epilogue)
-    if out_dtype in FLOAT8:
-        result = narrowed(result, t, out_dtype)
-    return result.to(out_dtype).contiguous() if out is None else out.copy_(result)
+    else:
+        result = apply_epilogue(acc, t.bias, t.activation, residual, t.alpha, t.beta, t.epilogue)
+        if out_dtype in FLOAT8:
+            result = narrowed(result, t.scale_out, t.amax, out_dtype)
+    return result.to(out_dtype).contiguous() if t.out is None else t.out.copy_(result)

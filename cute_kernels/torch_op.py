@@ -4,18 +4,21 @@ An op's schema cannot hold a Python function. A user's function is registered he
 the graph contains that name.
 """
 
+import functools
 import hashlib
 import math
 
 import torch
 
 from . import dispatch
+from .arguments import OP_TERMS, TERMS, GemmArgs
 from .checks import check_no_grad, narrow, scaled, watched
 from .dtypes import default_out_dtype
 from .epilogue_gradient import dispatch as epilogue_gradients
 from .gradients import gemm_backward, operands_to_save, saved_of
 from .matmul.epilogue.terms import traced_epilogue
 from .runtime import library
+from .runtime.arguments import with_keywords
 from .runtime.front import check_traced, undisturbed
 from .runtime.torch_compat import (
     constant_variable,
@@ -110,18 +113,6 @@ def function_named(name: str | None):
     return _FUNCTIONS[name]
 
 
-def _run(
-    a, b, *, out, bias, activation, residual, alpha, beta, out_dtype, epilogue, accumulation_dtype, precision,
-    scale_a=None, scale_b=None, use_fast_accum=False,
-):  # fmt: skip
-    if epilogue is not None:
-        epilogue = function_named(epilogue)
-    return dispatch.gemm(
-        a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, False, scale_a, scale_b,
-        use_fast_accum, accumulation_dtype, None, None, precision,
-    )  # fmt: skip
-
-
 def _fake(a, b, *, out_dtype, **terms):
     torch._check(a.dim() >= 2 and b.dim() >= 2, lambda: "gemm: a and b need at least 2 dimensions")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: {a.shape[-1]} columns meet {b.shape[-2]} rows")
@@ -134,13 +125,6 @@ def _flops(a, b, *_, **__) -> int:
     return 2 * math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-TERMS = (
-    "Tensor? bias=None, str? activation=None, Tensor? residual=None, float alpha=1.0, float beta=1.0, "
-    "ScalarType? out_dtype=None, str? epilogue=None, ScalarType? accumulation_dtype=None, "
-    "str? precision=None"
-)
-
-
 def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | None:
     """The part of an op's output, y or (y, z), that its backward pass reads; None if nothing, or if z is missing."""
     y, z = output if isinstance(output, tuple) else (output, None)
@@ -148,48 +132,74 @@ def result_to_save(output, activation: str | None, epilogue) -> torch.Tensor | N
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, bias, activation, residual, alpha, beta, _, epilogue, accumulation_dtype, precision = inputs
-    kept = result_to_save(output, activation, epilogue)
-    recompute = kept is None and saved_of(activation, epilogue)  # backward recomputes z from all inputs
-    saved = (a, b, bias, residual) if recompute else (*operands_to_save(a, b, ctx.needs_input_grad), bias, None)
-    ctx.save_for_backward(*saved, kept)
-    ctx.like = a.shape, a.dtype, b.shape, b.dtype
-    ctx.terms, ctx.sums = (activation, alpha, beta, epilogue), (accumulation_dtype, precision)
+    args = _args(inputs)
+    kept = result_to_save(output, args.activation, args.epilogue)
+    recompute = kept is None and saved_of(args.activation, args.epilogue)  # backward recomputes z from all inputs
+    operands = args[:2] if recompute else operands_to_save(args.a, args.b, ctx.needs_input_grad)
+    ctx.save_for_backward(*operands, args.bias, args.residual if recompute else None, kept)
+    ctx.like = args.a.shape, args.a.dtype, args.b.shape, args.b.dtype
+    ctx.args = args._replace(a=None, b=None, **dict.fromkeys(TENSORS))
 
 
 def _backward(ctx, dy, *_):
-    activation, alpha, beta, epilogue = ctx.terms
-    count, gemm = len(ctx.needs_input_grad), torch.ops.cute_kernels.gemm  # trailing defaults are not counted
-    (needs_a, needs_b, needs_bias, _, needs_residual, *_), (_, precision) = (
-        (*ctx.needs_input_grad, *(False,) * 11),
-        ctx.sums,
-    )
+    args, gemm = ctx.args, torch.ops.cute_kernels.gemm
     a, b, bias, residual, kept = ctx.saved_tensors
-    if kept is None and saved_of(activation, epilogue):
-        kept = gemm(a, b, bias, None, residual, alpha, beta, dy.dtype, None, *ctx.sums)
+    if kept is None and saved_of(args.activation, args.epilogue):
+        plain = {"activation": None, "epilogue": None, "out_dtype": dy.dtype}
+        kept = gemm(*_inputs(args._replace(a=a, b=b, bias=bias, residual=residual, **plain)))
 
     def product(a, b, alpha):
-        return gemm(a, b, None, None, None, alpha, precision=precision)
+        return gemm(*_inputs(GemmArgs(a, b, alpha=alpha, precision=args.precision)))
 
-    saved, needed = (a, b, bias, kept), (needs_a, needs_b, needs_bias, needs_residual)
-    terms = saved, ctx.like, activation, alpha, beta, epilogue, needed
-    da, db, dbias, dresidual = gemm_backward(product, epilogue_gradient, *terms, dy)
-    return (da, db, dbias, None, dresidual, *(None,) * 6)[:count]
+    needs = dict(zip(INPUTS, ctx.needs_input_grad, strict=False))  # trailing defaults are not counted
+    names = "a", "b", "bias", "residual"
+    terms = ctx.like, args.activation, args.alpha, args.beta, args.epilogue, [needs.get(name, False) for name in names]
+    found = gemm_backward(product, epilogue_gradient, (a, b, bias, kept), *terms, dy)
+    found = dict(zip(names, found, strict=True))
+    return tuple(found.get(name) for name in needs)
 
 
-def _run_with_z(a, b, *, out, epilogue, **terms):
-    return dispatch.gemm(a, b, out=out, epilogue=function_named(epilogue), **terms, with_z=True)
+def _args(inputs: tuple) -> GemmArgs:
+    """The arguments of a call of the op."""
+    return GemmArgs(**dict(zip(INPUTS, inputs, strict=False)))
+
+
+def _inputs(args: GemmArgs) -> list:
+    """The arguments of the op's schema."""
+    return [getattr(args, name) for name in INPUTS]
+
+
+def _with_amax(values: tuple):
+    """(y, amax) of gemm."""
+    args = GemmArgs._make(values)
+    amax = args.a.new_empty(1, dtype=torch.float32)
+    return dispatch.gemm(args._replace(amax=amax)), amax
 
 
 def _fake_with_z(a, b, **terms):
     return _fake(a, b, **terms), _fake(a, b, **terms)
 
 
+def _fake_with_amax(a, b, **terms):
+    return _fake(a, b, **terms), a.new_empty(1, dtype=torch.float32)
+
+
+def _register(name: str, run, fake, **options) -> None:
+    """Register an op with the arguments of gemm. run: a function of a tuple of GemmArgs' fields."""
+    run = with_keywords(GemmArgs, run, "a, b", function_named)
+    library.register(name, "Tensor a, Tensor b", TERMS, run, fake, flops=_flops, **options)
+
+
+INPUTS = "a", "b", *OP_TERMS
+TENSORS = tuple(name for name in GemmArgs._fields[3:9] if name in INPUTS)
 GRADIENT = _setup_context, _backward
-library.register("cute_kernels::gemm", "Tensor a, Tensor b", TERMS, _run, _fake, gradient=GRADIENT, flops=_flops)
+_register("cute_kernels::gemm", dispatch.gemm, _fake, gradient=GRADIENT)
+_register("cute_kernels::gemm_and_amax", _with_amax, _fake_with_amax, more="Tensor")
 library.register_pair(
-    "cute_kernels::gemm_and_z", "Tensor a, Tensor b", TERMS, _run_with_z, _fake_with_z, GRADIENT, _flops
-)
+    "cute_kernels::gemm_and_z", "Tensor a, Tensor b", TERMS,
+    with_keywords(GemmArgs, functools.partial(dispatch.gemm, with_z=True), "a, b", function_named),
+    _fake_with_z, GRADIENT, _flops,
+)  # fmt: skip
 
 
 def _run_epilogue_gradient(dy, saved, activation, epilogue, sums):
@@ -222,49 +232,23 @@ def wants_z(activation, epilogue, *tensors) -> bool:
     return saved_of(activation, epilogue) == "z" and watched(*tensors)
 
 
-SCALED_TERMS = f"Tensor? scale_a=None, Tensor? scale_b=None, bool use_fast_accum=False, {TERMS}"
-library.register("cute_kernels::scaled_gemm", "Tensor a, Tensor b", SCALED_TERMS, _run, _fake, flops=_flops)
-
-
-def _run_narrow(a, b, *, amax, out, epilogue, **terms):
-    largest = a.new_empty(int(amax), dtype=torch.float32)
-    y = dispatch.gemm(a, b, out=out, epilogue=function_named(epilogue), amax=largest if amax else None, **terms)
-    return y, largest
-
-
-def _fake_narrow(a, b, *, amax, **terms):
-    return _fake(a, b, **terms), a.new_empty(int(amax), dtype=torch.float32)
-
-
-# amax is a separate result, (1,) or, if not requested, (0,).
-NARROW, NARROW_TERMS = "cute_kernels::narrow_gemm", f"Tensor? scale_out=None, bool amax=False, {SCALED_TERMS}"
-library.register(NARROW, "Tensor a, Tensor b", NARROW_TERMS, _run_narrow, _fake_narrow, more="Tensor", flops=_flops)
-
-
-def called_narrow(name: str, inputs: tuple, out, terms: tuple, scale_out, amax):
-    """Call an op with NARROW_TERMS; stores the largest magnitude of the result to amax."""
-    y, largest = library.call(name, inputs, out, (scale_out, amax is not None, *terms))
-    if amax is not None:
-        amax.copy_(largest)
-    return y
-
-
-def traced_gemm(
-    a, b, bias, activation, residual, alpha, beta, out, out_dtype, epilogue, scale_a=None, scale_b=None,
-    use_fast_accum=False, accumulation_dtype=None, scale_out=None, amax=None, precision=None,
-):  # fmt: skip
+def traced_gemm(args: GemmArgs):
     """gemm inside a torch.compile trace, and for calls through the dispatcher."""
-    check_traced("gemm", a, b, bias, residual, out)
-    named = named_function(epilogue)
-    terms = bias, activation, residual, float(alpha), float(beta), out_dtype, named, accumulation_dtype, precision
-    if narrow(out, out_dtype, scale_out, amax):
-        check_no_grad("gemm with an FP8 output", a, b, bias, residual, scale_a, scale_b, scale_out, amax)
-        scaled_terms = scale_a, scale_b, use_fast_accum, *terms
-        return called_narrow(NARROW, (a, b), out, scaled_terms, scale_out, amax)
-    if scaled(a, scale_a, scale_b, use_fast_accum):
-        check_no_grad("gemm with FP8 operands", a, b, bias, residual, scale_a, scale_b)
-        terms = scale_a, scale_b, use_fast_accum, *terms
-        return library.call("cute_kernels::scaled_gemm", (a, b), out, terms)
-    if out is None and wants_z(activation, epilogue, a, b, bias, residual):
-        return library.call("cute_kernels::gemm_and_z", (a, b), None, terms)[0]
-    return library.call("cute_kernels::gemm", (a, b), out, terms)
+    check_traced("gemm", *args.tensors)
+    out, amax = args.out, args.amax
+    if narrow(out, args.out_dtype, args.scale_out, amax):
+        check_no_grad("gemm with an FP8 output", *args.inputs, amax)
+    elif scaled(args.a, args.scale_a, args.scale_b, args.use_fast_accum):
+        check_no_grad("gemm with FP8 operands", *args.inputs)
+    saves_z = out is None and wants_z(args.activation, args.epilogue, *args.inputs)
+    args = args._replace(alpha=float(args.alpha), beta=float(args.beta), epilogue=named_function(args.epilogue))
+    name = "gemm_and_z" if saves_z else "gemm" if amax is None else "gemm_and_amax"
+    return called(f"cute_kernels::{name}", _inputs(args)[:2], out, _inputs(args)[2:], amax)
+
+
+def called(name: str, inputs: tuple, out, terms: tuple, amax):
+    """Call an op with one or two results; returns the first. A second one is copied to amax, if that is not None."""
+    result = library.call(name, inputs, out, terms)
+    if amax is not None:
+        amax.copy_(result[1])
+    return result[0] if isinstance(result, tuple) else result

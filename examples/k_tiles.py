@@ -100,7 +100,7 @@ def compiled(a, b):
 
     def call(a, b):
         d = a.new_empty(a.shape[0], b.shape[1])
-        function(a, b, d, None, None, None, 1.0, 1.0, *counts)  # no bias, residual or second output
+        function(a, b, d, 1.0, 1.0, *counts)  # alpha and beta; no bias, residual or second output
         return d
 
     return call, facts.config

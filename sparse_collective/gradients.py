@@ -18,6 +18,7 @@ from cute_kernels.runtime.device import forced_path, in_forwards_path
 from cute_kernels.runtime.transforms import differentiable_once
 
 from . import dispatch
+from .arguments import BsrArgs
 from .bsr import BsrMatrix
 from .checks import RUN_MULTIPLE
 from .sddmm_kernel.dispatch import sddmm
@@ -32,18 +33,18 @@ class Bsr(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, stored, b, bias, residual, expert_ids):
-        op, W, activation, epilogue, sums = call
+    def forward(ctx, values, stored, b, bias, residual, expert_ids):
+        args = BsrArgs._make(values)
+        op, W, activation, epilogue = args.op, args.W, args.activation, args.epilogue
         saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
-        terms = bias, activation, residual, None, epilogue, expert_ids, saved == "z", None, False, sums
-        result = dispatch.call(op, W, b, *terms)
+        result = dispatch.call(values, saved == "z")
         kept = result[1] if saved == "z" else result if saved == "y" else None
         _, needs_values, needs_b, *_ = ctx.needs_input_grad
         if stored is not W.stored or not lives_on(stored):
             W = W.without_values()  # an attribute of ctx lives as long as the loss, what is saved until backward
         ctx.like = None if needs_values else torch.empty_like(b, device="meta")
-        values = stored if needs_b or W.batch is not None else None
-        ctx.save_for_backward(values, b if needs_values else None, bias, expert_ids, kept)
+        kept_values = stored if needs_b or W.batch is not None else None
+        ctx.save_for_backward(kept_values, b if needs_values else None, bias, expert_ids, kept)
         ctx.set_materialize_grads(False)
         ctx.pattern = versions_of(W)
         ctx.call, ctx.path, ctx.dtype = (op, W, activation, epilogue), forced_path(), stored.dtype
@@ -93,16 +94,16 @@ def lives_on(t: Tensor) -> bool:
 _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without torch.func's part, some 3 us a call
 
 
-def differentiable(
-    op: str, W: BsrMatrix, b, bias, activation, residual, epilogue, expert_ids, accumulation_dtype, source=None
-) -> Tensor:
+def differentiable(values: tuple, source: Tensor | None = None) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func.
 
-    epilogue: a Program. source: the values that torch.autocast cast to W's dtype. If they live on without autograd,
-    they are saved instead of the copy, and backward casts them again: a copy for each use would be kept until backward.
+    values: all fields of BsrArgs, with a Program as epilogue. source: the values that torch.autocast cast to W's dtype.
+        If they live on without autograd, they are saved instead of the copy, and backward casts them again: a copy for
+        each use would be kept until backward.
     """
+    _, W, b, _, expert_ids, bias, residual, *_ = values
     stored = W.stored if source is None or not lives_on(source) else source
-    result = _apply((op, W, activation, epilogue, accumulation_dtype), stored, b, bias, residual, expert_ids)
+    result = _apply(values, stored, b, bias, residual, expert_ids)
     return result[0] if type(result) is tuple else result
 
 
@@ -124,9 +125,8 @@ def before_epilogue(
 
 def operand_gradient(op: str, W: BsrMatrix, b: Tensor, dz: Tensor, expert_ids: Tensor | None) -> Tensor:
     """Gradient of b or x: W' dz."""
-    db = dispatch.call(
-        op, W.t(), dz if dz.dtype is W.dtype else dz.to(W.dtype), None, None, None, None, None, expert_ids
-    )
+    dz = dz if dz.dtype is W.dtype else dz.to(W.dtype)
+    db = dispatch.call(BsrArgs(op, W.t(), dz, expert_ids=expert_ids))
     return db if db.dtype is b.dtype and db.shape == b.shape else sum_to(db, b.shape, b.dtype)
 
 

@@ -22,11 +22,13 @@ from cute_kernels.reference import GATE, gate
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
 
-from . import dispatch, padded_rows
+from . import dispatch, explain, padded_rows
 from .annotations import LinearOptions, MatmulOptions
+from .arguments import GATED, BsrArgs
 from .bsr import BsrMatrix
 from .bsr24.matrix import Bsr24
 from .gradients import differentiable
+from .plan import check_gated, check_structured
 from .sddmm_kernel import dispatch as sddmm_dispatch
 
 Epilogue = Callable[[Tensor], Tensor]
@@ -119,10 +121,10 @@ def bsr_matmul(
     if type(b) is Quantized:
         b, scale_b = unpacked("bsr_matmul", "b", b, scale_b)
     amax = None if return_amax is False else new_amax("bsr_matmul", return_amax, b)
-    y = called(
-        "bsr_matmul", W, b, bias, activation, residual, out, epilogue, None, scale_b, use_fast_accum,
-        accumulation_dtype, out_dtype, scale_out, amax, precision,
-    )  # fmt: skip
+    y = called((
+        "bsr_matmul", W, b, out, None, bias, residual, scale_b, scale_out, amax, activation, out_dtype, epilogue,
+        accumulation_dtype, precision, use_fast_accum,
+    ))  # fmt: skip
     return y if amax is None else (y, amax)
 
 
@@ -181,10 +183,10 @@ def bsr_linear(
     if type(x) is Quantized:
         x, scale_x = unpacked("bsr_linear", "x", x, scale_x)
     amax = None if return_amax is False else new_amax("bsr_linear", return_amax, x)
-    y = called(
-        "bsr_linear", W, x, bias, activation, None, out, epilogue, None, scale_x, use_fast_accum,
-        accumulation_dtype, out_dtype, scale_out, amax, precision,
-    )  # fmt: skip
+    y = called((
+        "bsr_linear", W, x, out, None, bias, None, scale_x, scale_out, amax, activation, out_dtype, epilogue,
+        accumulation_dtype, precision, use_fast_accum,
+    ))  # fmt: skip
     return y if amax is None else (y, amax)
 
 
@@ -224,12 +226,12 @@ def bsr_gated_linear(
     Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
     """
     if type(x) is Quantized:
-        x, scale_x = unpacked(dispatch.GATED, "x", x, scale_x)
+        x, scale_x = unpacked(GATED, "x", x, scale_x)
     if out is None and out_dtype is None and scale_x is None and watched(W, x):
-        check_activation(dispatch.GATED, activation)
-        dispatch.check_gated(W)
+        check_activation(GATED, activation)
+        check_gated(dispatch.as_bsr(GATED, W))
         return gate(bsr_linear(x, W), activation)
-    return called(dispatch.GATED, W, x, None, activation, None, out, None, scale_b=scale_x, out_dtype=out_dtype)
+    return called(BsrArgs(GATED, W, x, out, scale_b=scale_x, activation=activation, out_dtype=out_dtype))
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -311,15 +313,18 @@ def bsr_grouped_linear(
     op = "bsr_grouped_linear"
     if type(x) is Quantized:
         x, scale_x = unpacked(op, "x", x, scale_x)
-    more = {"use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
+    args = BsrArgs(
+        op, W, x, out, expert_ids, bias, scale_b=scale_x, activation=activation, epilogue=epilogue,
+        accumulation_dtype=accumulation_dtype, use_fast_accum=use_fast_accum,
+    )  # fmt: skip
     padding = dispatch.routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
-        return called(op, W, x, bias, activation, None, out, epilogue, expert_ids, scale_b=scale_x, **more)
+        return called(args)
     if x.dtype in FLOAT8:
         check_no_grad(f"{op} of float8", x)
     to = None if out is None else dispatch.padded_out(op, out, W, padding, x, bias, scale_x, offs)
     rows, scale = padded_rows.spread(x, padding), padded_rows.spread_scale(op, scale_x, x, padding)
-    y = called(op, W, rows, bias, activation, None, to, epilogue, padding.groups, scale_b=scale, **more)
+    y = called(args._replace(b=rows, out=to, expert_ids=padding.groups, scale_b=scale))
     y = padded_rows.taken(y, padding)
     return y if out is None else out.copy_(y)
 
@@ -366,115 +371,77 @@ def sddmm(
     return sddmm_dispatch.sddmm(*terms)
 
 
-def called(
-    op: str, W, b, bias=None, activation=None, residual=None, out=None, epilogue=None, expert_ids=None, scale_b=None,
-    use_fast_accum=False, accumulation_dtype=None, out_dtype=None, scale_out=None, amax=None, precision=None,
-) -> Tensor:  # fmt: skip
-    """An op of the arguments of dispatch.call: as torch.compile, torch.func or autograd want it."""
+def called(values: tuple) -> Tensor:
+    """An op of all fields of BsrArgs: as torch.compile, torch.func or autograd want it."""
+    _, W, b, out, _, bias, residual, scale_b, scale_out, amax, _, out_dtype, epilogue, _, precision, fast = values
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     watches = out is None and watched(W, b, bias, residual)
     # A call with any of these raises where something is watched, or has a W that check_indices must look at first.
     if watches and (
-        precision is not None or out_dtype is not None or scaled(b, None, scale_b, use_fast_accum)
+        precision is not None or out_dtype is not None or scaled(b, None, scale_b, fast)
         or narrow(out, out_dtype, scale_out, amax)
     ):  # fmt: skip
         watches = None
     plain = type(W) is BsrMatrix and (W.pattern.checked or not W.check) and epilogue is None
     if plain and watches is not None and not (compiling or casts or hidden()):
         try:
-            if watches:
-                return differentiable(op, W, b, bias, activation, residual, None, expert_ids, accumulation_dtype)
-            return dispatch.call(
-                op, W, b, bias, activation, residual, out, None, expert_ids, False, scale_b, use_fast_accum,
-                accumulation_dtype, out_dtype, scale_out, amax, precision,
-            )  # fmt: skip
+            return differentiable(values) if watches else dispatch.call(values)
         except NeedsDispatcher:
             pass
-    terms = W, b, bias, activation, residual, out, epilogue, expert_ids
-    more = {"scale_b": scale_b, "use_fast_accum": use_fast_accum, "accumulation_dtype": accumulation_dtype}
-    more |= {"out_dtype": out_dtype, "scale_out": scale_out, "amax": amax, "precision": precision}
-    return _unusual(op, terms, more, bool(watches))
+    return _unusual(BsrArgs(*values), bool(watches))
 
 
-def _unusual(op: str, terms: tuple, more: dict, watches: bool) -> Tensor:
+def _unusual(args: BsrArgs, watches: bool) -> Tensor:
     """An op of a call that torch.compile traces or the dispatcher must see, under autocast, with a user's function,
     with another W than a checked BsrMatrix, or with a gradient that raises. watches: autograd differentiates it."""
-    W, b, bias, activation, residual, out, epilogue, expert_ids = terms
-    scale_b, out_dtype, precision, sums = (more[x] for x in ("scale_b", "out_dtype", "precision", "accumulation_dtype"))
-    source, compiling = None, torch.compiler.is_compiling()
-    if any_autocast() and out is None and precision is None:
-        source = getattr(W, "stored", None)
-        W, b, residual = dispatch.under_autocast(op, W, b, residual, out_dtype)
-    of_output = out_dtype, more["scale_out"], more["amax"]
-    tensors = b, bias, residual, out, scale_b, *of_output[1:]
-    through_dispatcher = compiling or dispatched(op, getattr(W, "stored", W), *tensors)
+    op, source, compiling = args.op, None, torch.compiler.is_compiling()
+    if any_autocast() and args.out is None and args.precision is None:
+        source = getattr(args.W, "stored", None)
+        W, b, residual = dispatch.under_autocast(op, args.W, args.b, args.residual, args.out_dtype)
+        args = args._replace(W=W, b=b, residual=residual)
+    through_dispatcher = compiling or dispatched(op, getattr(args.W, "stored", args.W), *args.tensors)
     if through_dispatcher and not compiling:
         with undisturbed():
-            W = dispatch.as_bsr(op, W)
-    terms = W, b, bias, activation, residual, out, epilogue, expert_ids
-    if isinstance(W, Bsr24):
-        return structured(op, terms, through_dispatcher, **more)
-    of_operands = scaled(b, None, scale_b, more["use_fast_accum"]) or precision is not None
-    if of_operands or narrow(out, *of_output) or out_dtype is not None:
-        return without_gradient(op, terms, through_dispatcher, **more)
+            args = args._replace(W=dispatch.as_bsr(op, args.W))
+    narrows = narrow(args.out, args.out_dtype, args.scale_out, args.amax)
+    if isinstance(args.W, Bsr24):
+        check_structured(op, args.accumulation_dtype, narrows, args.precision)
+        what = f"{op} of a Bsr24"
+    elif narrows or args.out_dtype is not None or args.precision is not None or scaled(
+        args.b, None, args.scale_b, args.use_fast_accum
+    ):  # fmt: skip
+        if args.precision is not None:
+            check_precision(op, args.precision, args.W.dtype)
+        what = f"{op} of float8, or with out_dtype or precision,"
+    else:
+        what = ""
     if not through_dispatcher:
+        if what:
+            refuse_gradient(what, args)
         try:
-            if watches:
-                if epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
-                    epilogue = epilogue_program(op, epilogue)
-                W = W if type(W) is BsrMatrix else dispatch.as_bsr(op, W)
-                return differentiable(op, W, b, bias, activation, residual, epilogue, expert_ids, sums, source)
-            return dispatch.call(op, *terms, accumulation_dtype=sums)
+            if args.epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
+                args = args._replace(epilogue=epilogue_program(op, args.epilogue))
+            if watches and not what:
+                return differentiable(args._replace(W=dispatch.as_bsr(op, args.W)), source)
+            return dispatch.call(args)
         except NeedsDispatcher:
-            pass
-    from .torch_op import traced_bsr  # imports torch's compiler, which takes seconds
-
-    return traced_bsr(op, *terms, accumulation_dtype=sums)
-
-
-def structured(
-    op: str, terms: tuple, through_dispatcher: bool, scale_b, use_fast_accum, accumulation_dtype, out_dtype,
-    scale_out, amax, precision,
-) -> Tensor:  # fmt: skip
-    """The same of a W with 2:4 sparse blocks, which has no gradients."""
-    dispatch.check_structured(op, accumulation_dtype, narrow(terms[5], out_dtype, scale_out, amax), precision)
-    if through_dispatcher:
-        if scaled(terms[1], None, scale_b, use_fast_accum):
-            raise RuntimeError(
-                f"{op} of a Bsr24 of float8 has no registered op, which torch.compile, torch.func and dispatch modes "
-                "need; call it under torch.compiler.disable, outside of transforms and modes"
-            )
-        from .bsr24.torch_op import traced_bsr24
-
-        return traced_bsr24(op, *terms, out_dtype=out_dtype)
-    refuse_gradient(f"{op} of a Bsr24", terms, scale_b)
-    return dispatch.call(op, *terms, scale_b=scale_b, use_fast_accum=use_fast_accum, out_dtype=out_dtype)
+            if isinstance(args.W, Bsr24):
+                raise
+    if isinstance(args.W, Bsr24):
+        from .bsr24.torch_op import traced_bsr24 as traced
+    else:
+        from .torch_op import traced_bsr as traced  # imports torch's compiler, which takes seconds
+    return traced(args, what)
 
 
-def without_gradient(op: str, terms: tuple, through_dispatcher: bool, **more) -> Tensor:
-    """Call an op that has no gradient: FP8, out_dtype or a precision."""
-    if more.get("precision") is not None:
-        check_precision(op, more["precision"], terms[0].dtype)
-    if not through_dispatcher:
-        refuse_gradient(f"{op} of float8, or with out_dtype or precision,", terms, more["scale_b"], more["scale_out"])
-        try:
-            return dispatch.call(op, *terms, **more)
-        except NeedsDispatcher:
-            pass
-    from .torch_op import traced_scaled_bsr
-
-    return traced_scaled_bsr(op, *terms, **more)
-
-
-def refuse_gradient(what: str, terms: tuple, *scales: Tensor | None) -> None:
+def refuse_gradient(what: str, args: BsrArgs) -> None:
     """RuntimeError if autograd watches an argument; dispatch.call says so, too, but not which kind of call it is."""
-    W, b, bias, _, residual, *_ = terms
-    if watched(W, b, bias, residual, *scales):
-        check_no_grad(what, *(t for t in (W, b, bias, residual, *scales) if hasattr(t, "requires_grad")))
+    if watched(args.W, *args.inputs):
+        check_no_grad(what, *(t for t in (args.W, *args.inputs) if hasattr(t, "requires_grad")))
 
 
-explains(bsr_matmul, dispatch.plan_bsr_matmul)
-explains(bsr_linear, dispatch.plan_bsr_linear)
-explains(bsr_gated_linear, dispatch.plan_bsr_gated_linear)
-explains(bsr_grouped_linear, dispatch.plan_bsr_grouped_linear)
+explains(bsr_matmul, explain.plan_bsr_matmul)
+explains(bsr_linear, explain.plan_bsr_linear)
+explains(bsr_gated_linear, explain.plan_bsr_gated_linear)
+explains(bsr_grouped_linear, explain.plan_bsr_grouped_linear)
 explains(sddmm, sddmm_dispatch.plan_sddmm)

@@ -14,18 +14,17 @@ import torch
 import cute_kernels.dispatch as dense_ops
 import cute_kernels.sparse24.dispatch as structured_ops
 import sparse_collective.dispatch as sparse_ops
+import sparse_collective.plan as sparse_plan
 import sparse_collective.sddmm_kernel.dispatch as sampled_ops
 from cute_kernels import reference
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import TORCH
 from cute_kernels.matmul.arguments import contiguous_mode
-from cute_kernels.matmul.epilogue.terms import Terms
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.families import family_of
 from cute_kernels.sparse24.format import KEPT, expand, unpack_metadata
 from sparse_collective.bsr24.matrix import unpack_blocks
-from sparse_collective.bsr_gemm.arguments import has_scales
 from sparse_collective.small_blocks.tile import CONSUMERS, Geometry
 
 from .attention import emulate_attention
@@ -39,10 +38,9 @@ def with_zeros(facts, operands: list) -> list:
         values, metadata, *others = operands
         places = unpack_metadata(metadata, len(values), KEPT * values.shape[1], values.itemsize)
         return [expand(values, places), *others]
-    scales = operands[-2:] if has_scales(facts) else []
-    *pattern, metadata, values, b, d = operands[: len(operands) - len(scales)]
+    *pattern, metadata, values, b, d = operands
     places = unpack_blocks(metadata, facts.block.bm, facts.block.bk, values.itemsize)
-    return [*pattern, None, expand(values, places), b, d, *scales]
+    return [*pattern, None, expand(values, places), b, d]
 
 
 class Emulated:
@@ -61,22 +59,19 @@ class Emulated:
         insist_on_arguments(self.facts, args)
         *operands, alpha, beta, group, max_ctas = args
         sampled = self.facts.block is not None and self.facts.block.operand == "d"
-        structured = family_of(self.facts).structured
-        z = None if sampled or structured and self.facts.block is None else operands.pop()
-        *operands, bias, residual = operands
-        scale_out = amax = None
-        if self.facts.narrow:
-            *operands, scale_out, amax = operands
-            assert [t is not None for t in (scale_out, amax)] == [
-                self.facts.epilogue.scale_out, self.facts.epilogue.amax
-            ]  # fmt: skip
-            assert all(t is None or t.shape == (1,) for t in (scale_out, amax)) and (amax is None or amax == 0)
+        names, structured = self.facts.epilogue_tensors, family_of(self.facts).structured
+        at = len(operands) - len(names)
+        operands, given = operands[:at], dict(zip(names, operands[at:], strict=True))
+        bias, residual, z, scale_out, amax, scale_m, scale_n = (
+            given.get(name) for name in ("bias", "residual", "z", "scale_out", "amax", "scale_m", "scale_n")
+        )
+        assert all(t is None or t.shape == (1,) for t in (scale_out, amax)) and (amax is None or amax == 0)
         assert isinstance(alpha, (int, float)) and isinstance(beta, (int, float)), "what TVM-FFI takes for a float"
         assert all(n is None or n >= 1 for n in (group, max_ctas)), "a count that is given is at least 1"
         if structured:
             stored, operands = operands[0], with_zeros(self.facts, operands)
         if self.facts.block is None:
-            a, b, d, *scales = operands
+            (a, b, d), scales = operands, (scale_m, scale_n)
             self.insist("a", stored if structured else a, 0)
             if structured:
                 b = b[: a.shape[1]]  # K may be padded
@@ -89,9 +84,7 @@ class Emulated:
             self.insist("a", a, 0)
             acc = self.sampled(groups, columns, runs, starts, a, b, d)
         else:
-            of_w = of_b = None
-            if has_scales(self.facts) or self.facts.narrow:
-                *operands, of_w, of_b = operands
+            of_w, of_b = scale_m, scale_n
             *parts, b, d = operands
             if self.facts.block.scaled:
                 values = parts[-1]
@@ -141,7 +134,7 @@ class Emulated:
             z.copy_(reference.linear_terms(acc, bias, residual, scale, beta))
         result = reference.apply_epilogue(acc, bias, spec.activation, residual, scale, beta, spec.function)
         if self.facts.narrow:
-            result = reference.narrowed(result, Terms(scale_out=scale_out, amax=amax), d.dtype)
+            result = reference.narrowed(result, scale_out, amax, d.dtype)
         d.copy_(result)
 
     def scaled(self, acc, scale_a, scale_b):
@@ -317,9 +310,10 @@ def without_gpu(request, monkeypatch):
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of the ops are planned and launched as on a GPU of `arch`."""
-    for ops in (dense_ops, sparse_ops, sampled_ops, structured_ops):
+    for ops in (dense_ops, sparse_plan, sampled_ops, structured_ops):
         monkeypatch.setattr(ops, "plans_kernel", lambda device: True)
         monkeypatch.setattr(ops, "device_arch", lambda index: (ARCHS[arch], sms))
+    for ops in (dense_ops, sparse_ops, sampled_ops, structured_ops):
         monkeypatch.setattr(ops, "_PLANS", PlanCache())
     monkeypatch.setattr(Emulated, "built", set())
     monkeypatch.setattr(families, "function_for", Emulated)

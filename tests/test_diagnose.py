@@ -110,7 +110,7 @@ def test_transposed_and_folded_views():
     block = BlockFacts(64, 64, "int32")
     config = GemmConfig(64, 128, 64, 4, 2, 2)
     out, exact = wrong_at((1, slice(None), slice(64, 128)), shape=(2, 128, 256))
-    views = (None, lambda t: t.view(-1, t.shape[-1]), None, None)
+    views = (0, None), (1, lambda t: t.view(-1, t.shape[-1]))
     plan = plan_of(config, "sm_80", (2, 128, 256), op="bsr_linear", block=block, transposed=True, views=views)
     assert kernel_view(exact, plan).shape == (1, 256, 256)
     text = diagnose(out, exact, plan)

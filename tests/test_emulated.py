@@ -143,7 +143,7 @@ def complaint(path: str, change=None) -> str:
     for seed in range(1, 4):
         try:
             with emulator(sms=2, seed=seed):
-                kernel(a, b, out.fill_(torch.nan), None, None, None, 1.0, 0.0, 1, 2 if path == "sm_90" else None)
+                kernel(a, b, out.fill_(torch.nan), 1.0, 0.0, 1, 2 if path == "sm_90" else None)
         except EmulatorError as error:
             return str(error)
         if not torch.allclose(out.double(), a.double() @ b.double(), rtol=2**-7, atol=2**-7):

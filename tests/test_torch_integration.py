@@ -103,7 +103,8 @@ def gemm_calls(device):
     a, b = dense_operands(device)
     yield op, (a, b), {}
     yield op, (a, b), {"bias": normal(16, device=device), "activation": "gelu", "out_dtype": FP32}
-    yield op, (a, b, normal(24, 1, device=device), "relu", normal(24, 16, device=device), 0.5, -2.0), {}
+    terms = {"activation": "relu", "alpha": 0.5, "beta": -2.0}
+    yield op, (a, b, normal(24, 1, device=device), normal(24, 16, device=device)), terms
     yield op, (normal(3, 24, 40, device=device), b), {}
     yield op, (a.expand(2, 24, 40), normal(16, 40, device=device).t()), {}
     yield op, (a, b), {"epilogue": torch_op.register_function(lambda x: x * 2.0)}
@@ -149,10 +150,13 @@ def gradient_calls(device):
     parts[3] = W.values.clone().requires_grad_()
     bias = normal(64, device=device).requires_grad_()
     for activation in ("silu", "relu"):
-        yield torch.ops.sparse_collective.bsr.default, ("bsr_linear", *parts, x, bias, activation), {}
-    yield torch.ops.sparse_collective.bsr_and_z.default, ("bsr_linear", *parts, x, bias, "gelu"), {}
+        terms = {"bias": bias, "activation": activation}
+        yield torch.ops.sparse_collective.bsr.default, ("bsr_linear", *parts, x), terms
+    terms = {"bias": bias, "activation": "gelu"}
+    yield torch.ops.sparse_collective.bsr_and_z.default, ("bsr_linear", *parts, x), terms
     gated = random_bsr((256, 160), (128, 32), density=0.5).to(device)
-    yield torch.ops.sparse_collective.bsr.default, ("bsr_gated_linear", *parts_of(gated), x.detach(), None, "silu"), {}
+    call = "bsr_gated_linear", *parts_of(gated), x.detach()
+    yield torch.ops.sparse_collective.bsr.default, call, {"activation": "silu"}
     dy, z = normal(24, 64, device=device), normal(24, 64, device=device)
     name = torch_op.register_function(lambda x: x * torch.tanh(x))
     for terms in (("gelu", None, True), (None, name, False)):

@@ -305,6 +305,19 @@ class GemmFacts:
         return self.a_in_registers and self.block_factors and alone and self.k_tiles_per_block == 1
 
     @property
+    def epilogue_tensors(self) -> tuple[str, ...]:
+        """Names of the epilogue's tensors, fields of EpilogueArgs, in the order of the kernel's arguments.
+
+        W's block scales, which the mainloop applies, are passed as scale_m, too.
+        """
+        spec, blocks = self.epilogue, self.block is not None and self.block.scaled
+        present = {
+            "bias": spec.bias, "residual": spec.residual, "scale_m": spec.scale_m or blocks, "scale_n": spec.scale_n,
+            "scale_out": spec.scale_out, "amax": spec.amax, "z": spec.stores_z,
+        }  # fmt: skip
+        return tuple(name for name, there in present.items() if there)
+
+    @property
     def gate_apart(self) -> bool:
         """True if one warpgroup has the gate's rows and another the rows that they multiply (gated_store_sm90)."""
         return self.epilogue.gated and self.config.warps_m > 1
@@ -319,7 +332,7 @@ class GemmFacts:
 
     @property
     def narrow(self) -> bool:
-        """True if D is FP8; the kernel then has parameters for its scale and amax."""
+        """True if D is FP8."""
         return self.out_bytes == 1
 
     @property

@@ -159,11 +159,9 @@ class Dense(ProductFamily):
         return (dense_sm90 if path == "sm_90" else dense_sm80)(spec, element)
 
     def entry(self, facts: GemmFacts):
-        from .dense import DenseGemm, NarrowGemm, ScaledGemm
+        from .dense import DenseGemm
 
-        if facts.narrow:
-            return NarrowGemm(facts)
-        return (ScaledGemm if facts.epilogue.scales_operands else DenseGemm)(facts)
+        return DenseGemm(facts)
 
     def arguments(self, facts: GemmFacts) -> tuple:
         return dense_args(facts)

@@ -1,5 +1,6 @@
 """Plans of GEMM calls: from an op's tensors to the kernel that runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ class Plan(CallPlan):
 
     group: int | None = 1
     max_ctas: int | None = 1
-    scales: tuple = ()  # views of scale_a and scale_b; with an FP8 output also of scale_out and amax
     staged: bool = False  # True if the kernel writes a contiguous result that is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a block-sparse GEMM whose block rows differ in length
     family: Any = None  # of a block-sparse GEMM's kernel
@@ -65,9 +65,19 @@ def sums_text(f) -> str:
     return text + (", times the scale of their block" if f.block and f.block.scaled else "")
 
 
-def viewed(views: tuple, *tensors) -> list:
-    """The tensors as the kernel wants them; None stays None."""
-    return [t if view is None or t is None else view(t) for t, view in zip(tensors, views, strict=True)]
+def viewed(views: tuple, tensors: tuple) -> list:
+    """The tensors that the kernel has as arguments, as it views them; see launch_views."""
+    return [tensors[i] if view is None else view(tensors[i]) for i, view in views]
+
+
+def launch_views(names: Sequence[str], views: dict, kernel: Sequence[str]) -> tuple:
+    """CallPlan.views of a launch: (index of a tensor, view or None) of each kernel argument; () without any view.
+
+    names: of the tensors that the call has. kernel: of those that the kernel has arguments for, in its order.
+    """
+    if list(names) == list(kernel) and all(views.get(name) is None for name in names):
+        return ()
+    return tuple((names.index(name), views.get(name)) for name in kernel)
 
 
 def stage(plan: Plan, out, needed: bool) -> None:
@@ -128,9 +138,9 @@ def split_view(name: str, view, plan: Plan, rows: bool, of_b: bool, group: int |
     return copied
 
 
-def as_vector(t):
-    """(1,) of one element."""
-    return t.view(1)
+def vector_view(t):
+    """A function that views a tensor of one element as (1,); None for None, and for one of that shape."""
+    return None if t is None or t.dim() == 1 else lambda t: t.view(1)
 
 
 def scale_view(scale, batch, L: int, kind: str | None = None):

@@ -2,7 +2,7 @@
 
 from ..arch import ArchSpec, arch_named
 from ..matmul import cost
-from ..matmul.arguments import epilogue_args, launch_args, matrix, scale_args
+from ..matmul.arguments import matrix, term_args
 from ..matmul.config import BlockFacts, GemmFacts
 from ..matmul.family import ProductFamily
 from ..matmul.problem import Problem
@@ -37,17 +37,14 @@ class Sparse24Family(ProductFamily):
         return config.unsupported(facts)
 
     def entry(self, facts: GemmFacts):
-        from .product import ScaledSparse24Gemm, Sparse24Gemm
+        from .product import Sparse24Gemm
 
-        return (ScaledSparse24Gemm if facts.epilogue.scales_operands else Sparse24Gemm)(facts)
+        return Sparse24Gemm(facts)
 
     def arguments(self, facts: GemmFacts) -> tuple:
-        """Fakes of all arguments of product.Sparse24Gemm, or of ScaledSparse24Gemm where operands have scales."""
-        metadata = fake_tensor("int32", 3, 2, 4)
+        """Fakes of all arguments of product.Sparse24Gemm."""
         a, b, d = (matrix(facts, operand) for operand in range(3))
-        bias, residual, _, *scalars = epilogue_args(facts)
-        scales = scale_args(facts) if facts.epilogue.scales_operands else ()
-        return a, metadata, b, d, *scales, bias, residual, *scalars, *launch_args(facts)
+        return a, fake_tensor("int32", 3, 2, 4), b, d, *term_args(facts)
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         return config.judge(facts, resources, problems)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from ..k_tiles import DenseKTiles, DenseSource
 from ..matmul.config import GemmFacts
@@ -82,64 +81,14 @@ class Sparse24Gemm(DenseGemm):
         metadata: cute.Tensor,  # (K / 64, M / 64, 128) int32, contiguous
         b: cute.Tensor,
         d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
+        *terms,  # see EpilogueArgs.of
     ):
-        self.launch(a, metadata, b, d, EpilogueArgs(bias, residual, None, alpha, beta), group, max_ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        a: cute.Tensor,
-        metadata: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        args: EpilogueArgs,  # of torch's tensors
-        group: Int32,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
-    ):
-        cfg, bias, residual = self.facts.config, args.bias, args.residual
+        cfg = self.facts.config
+        args, launch = EpilogueArgs.of(self.facts, terms)
         (M, _, _), stride = batched(a)
         mA = view(a, (M, a.shape[1], 1), stride)
         (K, N, _), (sK, sN, _) = batched(b)
         mB = view(b, (N, K, 1, 1), (sN, sK, 0, 0))
-        if const_expr(residual is not None):
-            residual = self.output(residual)
-        if const_expr(bias is not None):
-            bias = view(bias, (bias.shape[0], 1), (bias.stride[0], 0))
         tile = cfg.tile_m, cfg.tile_k
         source = Sparse24Source(cute.ceil_div(K, cfg.tile_k), Int32(1), metadata, tile, cfg.tile_k > COLUMNS)
-        scales = self.scale_of(args.scale_m), self.scale_of(args.scale_n)
-        args = EpilogueArgs(bias, residual, None, args.alpha, args.beta, *scales)
-        rows = cute.ceil_div(M, cfg.tile_m)
-        self.kernel(mA, mB, self.output(d), source, args, rows, group, max_ctas, stream)
-
-
-class ScaledSparse24Gemm(Sparse24Gemm):
-    """FP8 Sparse24Gemm with dequantization scales, applied to the accumulators before the other epilogue terms."""
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        metadata: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        scale_a: cute.Tensor | None,  # (1, 1 or M) fp32
-        scale_b: cute.Tensor | None,  # (1, 1 or N) fp32
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
-    ):
-        args = EpilogueArgs(bias, residual, None, alpha, beta, scale_a, scale_b)
-        self.launch(a, metadata, b, d, args, group, max_ctas, stream)
+        self.kernel(mA, mB, self.output(d), source, self.viewed(args), cute.ceil_div(M, cfg.tile_m), *launch)

@@ -58,7 +58,7 @@ def diagnose(out: Tensor, exact: Tensor, plan=None, *, floor: float = 2.0**-20) 
 def kernel_view(t: Tensor, plan) -> Tensor:
     """(L, M, N): a tensor of the result's shape as the kernel sees its output."""
     index = 2 if plan.op == "gemm" else 1  # of (a, b, out, ...) and of (b, out, ...)
-    view = plan.views[index] if plan.views else None
+    view = dict(plan.views).get(index)
     t = view(t.contiguous()) if view else t
     t = t if t.dim() == 3 else t[None]
     return t.mT if plan.facts.transposed else t

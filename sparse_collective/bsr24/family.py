@@ -12,7 +12,7 @@ from cute_kernels.sparse24.format import KEPT
 from cute_kernels.tile.element import BITS_16, Element
 
 from ..alignment import aligned
-from ..bsr_gemm.arguments import bsr_args, has_scales
+from ..bsr_gemm.arguments import bsr_args
 from ..bsr_gemm.family import BsrFamily, in_step
 from . import config
 
@@ -40,9 +40,9 @@ class Bsr24Family(BsrFamily):
         return config.unsupported(facts)
 
     def entry(self, facts: GemmFacts):
-        from .gemm import Bsr24Gemm, ScaledBsr24Gemm
+        from .gemm import Bsr24Gemm
 
-        return (ScaledBsr24Gemm if has_scales(facts) else Bsr24Gemm)(facts)
+        return Bsr24Gemm(facts)
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         return judge(facts, resources, problems)

@@ -3,19 +3,17 @@ mainloop of cute_kernels.sparse24."""
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from cute_kernels.matmul.config import GemmFacts
 from cute_kernels.matmul.dense import view
-from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 from cute_kernels.sparse24.format import KEPT, SLAB, SPAN, WORDS
 from cute_kernels.sparse24.product import Sparse24KTile, kernel_for
 
 from ..bsr_gemm.k_tiles import BsrKTiles, BsrSource
-from ..bsr_gemm.kernel import BsrGemm, ScaledBsrGemm
+from ..bsr_gemm.kernel import BsrGemm
 
 
 @dataclass(frozen=True)
@@ -68,59 +66,15 @@ class Bsr24Gemm(BsrGemm):
         values: cute.Tensor,  # (L, nnz, ...)
         b: cute.Tensor,
         d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        z: None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32 | None,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
+        *terms,  # see BsrGemm
     ):
-        args = EpilogueArgs(bias, residual, None, alpha, beta)
-        self.launch(
-            crow_indices, col_indices, order, groups, None, values, metadata, b, d, args, group, max_ctas, stream
-        )  # fmt: skip
+        self.launch(crow_indices, col_indices, order, groups, None, values, metadata, b, d, terms)
 
     def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
         """(bm, bk / 2, blocks)"""
         bm, stored = self.facts.block.bm, self.facts.block.bk // KEPT
         return view(values, (bm, stored, blocks), (stored, 1, bm * stored))
 
-    def source(self, of_blocks, **terms) -> Bsr24Source:
-        """of_blocks: the metadata; of blocks with a scale each these and the scales."""
+    def source(self, metadata: cute.Tensor, **terms) -> Bsr24Source:
         cfg, block = self.facts.config, self.facts.block
-        tile = {"block": (block.bm, block.bk), "tile": (cfg.tile_m, cfg.tile_k)}
-        metadata, scales = of_blocks if block.scaled else (of_blocks, None)
-        return Bsr24Source(**terms, scales=scales, metadata=metadata, **tile)
-
-
-class ScaledBsr24Gemm(Bsr24Gemm):
-    """FP8 Bsr24Gemm with the dequantization scales of ScaledBsrGemm."""
-
-    @cute.jit
-    def __call__(
-        self,
-        crow_indices: cute.Tensor,
-        col_indices: cute.Tensor,
-        order: cute.Tensor | None,
-        groups: cute.Tensor | None,
-        metadata: cute.Tensor,
-        values: cute.Tensor,
-        b: cute.Tensor,
-        d: cute.Tensor,
-        scales: cute.Tensor | None,  # (1,) fp32, or (blocks,), in the order of values
-        scale_b: cute.Tensor | None,  # (1 or L, 1 or N) fp32
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        z: None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32 | None,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
-    ):
-        of_blocks, scale_m, scale_n = ScaledBsrGemm.scales_of(self, scales, scale_b, d)
-        args = EpilogueArgs(bias, residual, None, alpha, beta, scale_m, scale_n)
-        more = (metadata, of_blocks) if const_expr(self.facts.block.scaled) else metadata
-        self.launch(crow_indices, col_indices, order, groups, None, values, more, b, d, args, group, max_ctas, stream)
+        return Bsr24Source(**terms, metadata=metadata, block=(block.bm, block.bk), tile=(cfg.tile_m, cfg.tile_k))

@@ -1,12 +1,14 @@
 """Registered ops for a Bsr24, for torch.compile and opcheck: those of sparse_collective.torch_op with metadata and
 without gradients."""
 
-from cute_kernels.checks import check_no_grad
+from cute_kernels.checks import check_no_grad, scaled
 from cute_kernels.runtime import library
+from cute_kernels.runtime.arguments import terms_of, with_keywords
 from cute_kernels.sparse24.format import KEPT
 from cute_kernels.torch_op import function_named, named_function
 
 from .. import torch_op
+from ..arguments import BsrArgs
 from ..dispatch import call
 from .matrix import Bsr24
 
@@ -16,15 +18,12 @@ INPUTS = (
     "str op, Tensor crow_indices, Tensor col_indices, Tensor values, SymInt columns, bool check, Tensor metadata, "
     "Tensor b"
 )
-TERMS = (
-    "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, str? epilogue=None, "
-    "Tensor? expert_ids=None"
-)
+OP_TERMS = "bias", "activation", "residual", "out_dtype", "epilogue", "expert_ids"
+TERMS = terms_of(BsrArgs, OP_TERMS)
 
 
-def _run(op, crow_indices, col_indices, values, columns, check, metadata, b, *, out, epilogue, **terms):
-    compressed = torch_op._matrix(False, crow_indices, col_indices, values, columns // KEPT, check)
-    return call(op, Bsr24(compressed, metadata), b, out=out, epilogue=function_named(epilogue), **terms)
+def _matrix(crow_indices, col_indices, values, columns, check, metadata) -> Bsr24:
+    return Bsr24(torch_op._matrix(False, crow_indices, col_indices, values, columns // KEPT, check), metadata)
 
 
 def _fake(op, *inputs, **terms):
@@ -36,13 +35,24 @@ def _flops(op, crow_indices, col_indices, values, columns, check, metadata, b, *
     return torch_op._flops(op, False, crow_indices, col_indices, values, columns, check, b)
 
 
-library.register(NAME, INPUTS, TERMS, _run, _fake, flops=_flops)
+run = with_keywords(
+    BsrArgs, call, "op, crow_indices, col_indices, values, columns, check, metadata, b", function_named,
+    {"matrix": _matrix}, W="matrix(crow_indices, col_indices, values, columns, check, metadata)",
+)  # fmt: skip
+library.register(NAME, INPUTS, TERMS, run, _fake, flops=_flops)
 
 
-def traced_bsr24(op, W, b, bias, activation, residual, out, epilogue, expert_ids=None, *, out_dtype=None):
-    """A product of a Bsr24 inside a torch.compile trace; see traced_bsr for which matrices are checked in each call."""
-    check_no_grad(f"{op} of a Bsr24", W.values, b, bias, residual)
+def traced_bsr24(args: BsrArgs, without_gradient: str):
+    """A GEMM of a Bsr24 inside a torch.compile trace; see traced_bsr."""
+    op, W = args.op, args.W
+    if scaled(args.b, None, args.scale_b, args.use_fast_accum):
+        raise RuntimeError(
+            f"{op} of a Bsr24 of float8 has no registered op, which torch.compile, torch.func and dispatch modes "
+            "need; call it under torch.compiler.disable, outside of transforms and modes"
+        )
+    check_no_grad(without_gradient, W.values, args.b, args.bias, args.residual)
     half = W.compressed
     matrix = half.crow_indices, half.col_indices, half.stored, W.shape[-1], half.check and not half.checked, W.metadata
-    terms = bias, activation, residual, out_dtype, named_function(epilogue), expert_ids
-    return library.call(NAME, (op, *matrix, b), out, terms)
+    args = args._replace(epilogue=named_function(args.epilogue))
+    terms = tuple(getattr(args, name) for name in OP_TERMS)
+    return library.call(NAME, (op, *matrix, args.b), args.out, terms)

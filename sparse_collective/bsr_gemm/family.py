@@ -14,7 +14,7 @@ from cute_kernels.runtime.families import register
 from cute_kernels.tile.element import BITS_16, Element
 
 from . import catalogue
-from .arguments import bsr_args, has_scales
+from .arguments import bsr_args
 from .candidates import bsr_sm80, bsr_sm90
 
 FEW_COLUMNS = 16  # at most so many, and DRAM holds a product up
@@ -80,7 +80,9 @@ class Bsr(BsrFamily):
         return group, in_step(config, cost.row_tiles(config, problem.extents, problem.block), group, sms)
 
     def entry(self, facts: GemmFacts):
-        return entry_of(facts)(facts)
+        from .kernel import BsrGemm
+
+        return BsrGemm(facts)
 
     def overlaps_wgmmas(self, facts: GemmFacts) -> bool:
         """False for FP8 blocks 32 wide: one WGMMA, whose accumulators are promoted before the next one."""
@@ -90,13 +92,6 @@ class Bsr(BsrFamily):
         made = [catalogue.bsr_kernels, catalogue.float8_kernels, catalogue.fp16_sums_kernels]
         made += [catalogue.narrow_kernels, catalogue.tf32_kernels]
         return [facts for kernels in made for facts in kernels(self, arch, quick)]
-
-
-def entry_of(facts: GemmFacts):
-    """The class of the entry: what the call has besides operands decides."""
-    from .kernel import BsrGemm, NarrowBsrGemm, ScaledBsrGemm
-
-    return NarrowBsrGemm if facts.narrow else ScaledBsrGemm if has_scales(facts) else BsrGemm
 
 
 def in_step(config, tiles_m: int, group: int, sms: int) -> int:

@@ -10,7 +10,7 @@ from cute_kernels.runtime.families import register
 from cute_kernels.tile.element import BITS_16, Element
 
 from ..bsr_gemm import catalogue
-from ..bsr_gemm.family import FEW_COLUMNS, BsrFamily, entry_of, values_bytes
+from ..bsr_gemm.family import FEW_COLUMNS, BsrFamily, values_bytes
 from .config import LANES_K, PAD, SkinnyConfig, converts_by_bits, loads_vectors, registers
 
 # Latency before the first values arrive, and from one piece of a warp to its next: estimates, in clocks.
@@ -109,10 +109,11 @@ class Skinny(BsrFamily):
         return "HMMA"
 
     def entry(self, facts: GemmFacts):
+        from ..bsr_gemm.kernel import BsrGemm
         from .fp8 import Float8SkinnyKernel
         from .kernel import SkinnyKernel
 
-        return entry_of(facts)(facts, (Float8SkinnyKernel if facts.element.width == 1 else SkinnyKernel)(facts))
+        return BsrGemm(facts, (Float8SkinnyKernel if facts.element.width == 1 else SkinnyKernel)(facts))
 
     def judge(self, facts: GemmFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         """Add problems of FP8 operands: each is converted, each 16x8x16 is an HMMA, and each accumulator is scaled."""

@@ -18,6 +18,7 @@ from cute_kernels.runtime.autocast import autocast_dtype
 from cute_kernels.runtime.torch_compat import has_global_module_hook
 
 from .. import dispatch
+from ..arguments import GATED, BsrArgs
 from ..bsr import BsrMatrix
 from ..bsr_gemm.dependent_launch import MOST_COLUMNS
 from ..ops import bsr_linear
@@ -123,8 +124,8 @@ class Float8BsrLinear(StoredBlocks):
         found = quantized(x.detach(), self.weight.dtype, "row") if gates_its_store(self, x) else None
         if found is None:
             return None
-        terms = self.weight, found[0], None, self.activation, None, None, None
-        return dispatch.call(dispatch.GATED, *terms, scale_b=found[1], out_dtype=x.dtype, fused=True)
+        args = BsrArgs(GATED, self.weight, found[0], scale_b=found[1], activation=self.activation, out_dtype=x.dtype)
+        return dispatch.call(args, fused=True)
 
 
 class Float8SwiGLU(nn.Module):
@@ -206,8 +207,8 @@ def multiplied(values: Tensor, scale: Tensor, layer: Float8BsrLinear, dtype: tor
     (cute_kernels/tile/dependent_launch.py): then W is loaded while it still runs."""
     W, bias, activation = layer.weight, layer.bias, None if layer.gated else layer.activation
     if chained:
-        terms = W, values, bias, activation, None, None, None
-        return dispatch.call("bsr_linear", *terms, scale_b=scale, out_dtype=dtype, chained=True)
+        args = BsrArgs("bsr_linear", W, values, bias=bias, scale_b=scale, activation=activation, out_dtype=dtype)
+        return dispatch.call(args, chained=True)
     return bsr_linear(values, W, bias=bias, activation=activation, scale_x=scale, out_dtype=dtype)
 
 

@@ -12,7 +12,7 @@ from cute_kernels.annotations import Activation
 
 from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
-from ..ops import called
+from ..ops import bsr_linear
 from .module import BsrModule, block_grid
 
 __all__ = ["BsrLinear"]
@@ -80,7 +80,7 @@ class BsrLinear(BsrModule):
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # see BsrModule.weight
-        return called("bsr_linear", self.weight, x, bias, self.activation, None, None, None)
+        return bsr_linear(x, self.weight, bias=bias, activation=self.activation)
 
     @classmethod
     def from_linear(

@@ -46,14 +46,14 @@ def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
     if plan.function is None:
         return _on_cpu(a, b, pattern, out, accumulate, expert_ids)
     if plan.views:
-        a, b = viewed(plan.views, a, b)
+        a, b = viewed(plan.views, (a, b))
     cfg, block = plan.facts.config, plan.facts.block
     parts, boxes = parts_of(block.bk, cfg.box_n), cfg.boxes
     box_table = groups_of(pattern.pattern, parts, boxes)
     runs = (None, None) if expert_ids is None else runs_of(expert_ids, pattern.shape[0])
     d = alignment.aligned_copy(out, accumulate) if plan.staged else out
-    residual = d if accumulate else None
-    plan.function(box_table, pattern.col_indices, *runs, a, b, d, None, residual, 1.0, 1.0, plan.group, plan.max_ctas)
+    residual = (d,) if accumulate else ()
+    plan.function(box_table, pattern.col_indices, *runs, a, b, d, *residual, 1.0, 1.0, plan.group, plan.max_ctas)
     return out.copy_(d) if plan.staged else out
 
 
@@ -108,7 +108,7 @@ def _plan_kernel(plan: Plan, a, b, pattern, out, accumulate: bool, run: int) -> 
 
     (M, N), (bm, bk) = pattern.shape[-2:], pattern.blocksize
     if a.shape[1] == 1:
-        plan.views = _one_column, _one_row
+        plan.views = (0, _one_column), (1, _one_row)
         a, b = _one_column(a), _one_row(b)
     la, lb = layout_of_tensor(a), layout_of_tensor(b)
     granule = 16 // (4 if plan.out_dtype is torch.float32 else 2)

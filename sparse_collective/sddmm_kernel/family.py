@@ -1,12 +1,11 @@
 """Kernel family of SDDMM: candidates, legality, cost."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.matmul import cost, legality
-from cute_kernels.matmul.arguments import epilogue_args, launch_args, matrix
+from cute_kernels.matmul.arguments import matrix, term_args
 from cute_kernels.matmul.candidates import sm80, sm90
 from cute_kernels.matmul.catalogue import buildable
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec, GemmFacts
@@ -93,9 +92,8 @@ class Sampled(ProductFamily):
             values.append(fake_tensor(facts.out_dtype, rank, rank - 1, facts.aligns[2], (*outer, block.bm, block.bk)))
         runs = (fake_tensor("int32", 1, 0, 1) if block.run else None for _ in range(2))
         tables = fake_tensor("int32", 2, 1, 1), fake_tensor(block.index_dtype, 1, 0, 1), *runs
-        bias, _, _, alpha, beta = epilogue_args(replace(facts, epilogue=EpilogueSpec()))
-        residual = values[1] if facts.epilogue.residual else None
-        return *tables, matrix(facts, 0), matrix(facts, 1), values[0], bias, residual, alpha, beta, *launch_args(facts)
+        operands = matrix(facts, 0), matrix(facts, 1), values[0]
+        return *tables, *operands, *term_args(facts, residual=lambda: values[1])
 
     def catalogue(self, arch: str, quick: bool = False) -> list[GemmFacts]:
         found = list(_catalogue(self, arch_named(arch)))

@@ -12,10 +12,9 @@ block of D, where TMA reads zeros and writes nothing.
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.k_tiles import KTile
 from cute_kernels.matmul.config import GemmFacts
@@ -151,13 +150,7 @@ class SampledGemm:
         a: cute.Tensor,
         b: cute.Tensor,
         d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32 | None,
-        max_ctas: Int32 | None,
-        stream: cuda.CUstream,
+        *terms,  # see EpilogueArgs.of
     ):
         cfg, block = self.facts.config, self.facts.block
         bm, bk = block.bm, block.bk
@@ -167,8 +160,6 @@ class SampledGemm:
         mD = self.blocks(d)
         items = 1 if self.facts.path == "sm_90" else mD.shape[3]  # all have the same B
         mB = view(b, (bk, K, N // bk, items), (sN, sK, sN * bk, 0))
-        if const_expr(residual is not None):
-            residual = self.blocks(residual, Int64(bm * bk))
         tiles_m = parts_of(bm, cfg.tile_m)
         parts = parts_of(bk, cfg.box_n)
         rows = M // bm if const_expr(block.batch == "patterns") else None
@@ -176,8 +167,9 @@ class SampledGemm:
             groups, col_indices, cute.ceil_div(K, cfg.tile_k), tiles_m, parts, cfg.boxes, N // bk,
             runs, starts, block.run // cfg.tile_k, rows,
         )  # fmt: skip
-        args = EpilogueArgs(bias, residual, None, alpha, beta)
-        self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, group, max_ctas, stream)
+        args, launch = EpilogueArgs.of(self.facts, terms)
+        args = args.viewed(residual=lambda t: self.blocks(t, Int64(bm * bk)))
+        self.kernel(mA, mB, mD, source, args, groups.shape[0] * tiles_m, *launch)
 
     def blocks(self, d: cute.Tensor, stride: int | Int64 | None = None) -> cute.Tensor:
         """(bm, bk, nnz, L)

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from cute_kernels.matmul.config import GemmFacts
-from cute_kernels.matmul.dense import view
+from cute_kernels.matmul.dense import column, view
 from cute_kernels.matmul.epilogue.formula import EpilogueArgs
 
 from ..bsr_gemm.kernel import BsrGemm
@@ -82,14 +81,7 @@ class SmallBlocksGemm(BsrGemm):
         values: cute.Tensor,  # (nnz, bm, bk), or (L, nnz, bm, bk); of a transposed view (.., bk, bm)
         b: cute.Tensor,
         d: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        z: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        group: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
+        *terms,  # see EpilogueArgs.of
     ):
         facts = self.facts
         blocks, matrices = None, values.shape[0]
@@ -98,22 +90,19 @@ class SmallBlocksGemm(BsrGemm):
         mA = self.block_view(values, matrices)
         (K, N, L), (sK, sN, sL) = self.oriented(b)
         mB = view(b, (N, K, L), (sN, sK, sL))
-        mD = self.swapped_output(d)
-        if const_expr(residual is not None):
-            residual = self.swapped_output(residual)
-        if const_expr(z is not None):
-            z = self.swapped_output(z)
-        if const_expr(bias is not None):
-            stride = bias.stride[0]
-            if const_expr(facts.epilogue.bias_items):
-                bias = view(bias, (bias.shape[1], 1, bias.shape[0]), (1, 0, stride))
-            else:
-                bias = view(bias, (bias.shape[0], 1), (stride, 0))
         g = self.kernel.geometry
         source = ChunkSource(
             crow_indices, counts, slices, words, order, facts.config.cluster_m, g.rows, g.slices, blocks
         )
-        self.kernel(mA, mB, mD, source, EpilogueArgs(bias, residual, z, alpha, beta), group, max_ctas, stream)
+        args, launch = EpilogueArgs.of(facts, terms)
+        args = args.viewed(residual=self.swapped_output, z=self.swapped_output, bias=self.columns)
+        self.kernel(mA, mB, self.swapped_output(d), source, args, *launch)
+
+    def columns(self, bias: cute.Tensor) -> cute.Tensor:
+        """(M, 1), or (M, 1, L) of one for each batch item."""
+        if self.facts.epilogue.bias_items:
+            return view(bias, (bias.shape[1], 1, bias.shape[0]), (1, 0, bias.stride[0]))
+        return column(bias)
 
     def block_view(self, values: cute.Tensor, blocks: Int32) -> cute.Tensor:
         """(bm / fold, bk fold, blocks), contiguous along the second mode; of a transposed view along the first."""

@@ -260,15 +260,15 @@ def test_compiled(place):
 def test_opcheck(place):
     """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
     a, b = numbers(3, 48, 64, device=place), numbers(80, 64, device=place).t()
-    op, into = torch.ops.cute_kernels.scaled_gemm.default, torch.ops.cute_kernels.scaled_gemm_out.default
+    op, into = torch.ops.cute_kernels.gemm.default, torch.ops.cute_kernels.gemm_out.default
     one = torch.ones(1, device=place)
     double = torch_op.register_function(lambda x: x * 2.0)
     out = torch.zeros(3, 48, 80, dtype=FP16, device=place)
     for which, args, terms in (
         (op, (a, b), {}),
-        (op, (a, b, one, one, True), {"out_dtype": FP32, "activation": "gelu"}),
+        (op, (a, b, None, None, one, one), {"out_dtype": FP32, "activation": "gelu", "use_fast_accum": True}),
         (op, (a, b), {"scale_a": torch.ones(3, 48, 1, device=place), "epilogue": double}),
-        (into, (a, b, out, one), {"bias": torch.ones(80, device=place)}),
+        (into, (a, b, out), {"scale_a": one, "bias": torch.ones(80, device=place)}),
     ):
         torch.library.opcheck(which, args, terms, test_utils=("test_faketensor",))
 

@@ -211,13 +211,13 @@ def test_compiled_calls_refuse_the_same(words, terms):
 def test_opcheck(place):
     """Without test_schema, as in test_float8."""
     a, b = operands(48, 80, 64, device=place)
-    op, into = torch.ops.cute_kernels.narrow_gemm.default, torch.ops.cute_kernels.narrow_gemm_out.default
+    op, into = torch.ops.cute_kernels.gemm_and_amax.default, torch.ops.cute_kernels.gemm_and_amax_out.default
     one, out = torch.ones(1, device=place), torch.zeros(48, 80, device=place).to(E4M3)
     double = torch_op.register_function(lambda x: x * 2.0)
     for which, args, terms in (
         (op, (a, b), {"out_dtype": E4M3}),
-        (op, (a, b, one, True, one), {"out_dtype": E5M2, "activation": "gelu"}),
-        (into, (a, b, out, one, True), {"epilogue": double}),
+        (op, (a, b), {"out_dtype": E5M2, "activation": "gelu", "scale_a": one, "scale_out": one}),
+        (into, (a, b, out), {"epilogue": double, "scale_out": one}),
     ):
         torch.library.opcheck(which, args, terms, test_utils=("test_faketensor",))
 

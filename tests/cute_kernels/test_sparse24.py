@@ -308,7 +308,7 @@ def test_faults_are_seen_on_the_emulator():
         d = poisoned(128, 256)
         run = emulate.emulate_entry(facts.arch, SPARSE24.entry(facts), SPARSE24.arguments(facts), change)
         with emulate.emulator(sms=2):
-            arguments = (W.values, W.metadata, b, d, None, None, 1.0, 1.0, 1, 2)
+            arguments = (W.values, W.metadata, b, d, 1.0, 1.0, 1, 2)
             if number == 2:
                 with pytest.raises(emulate.EmulatorError, match="waits|go on"):
                     run(*arguments)
@@ -329,7 +329,7 @@ def test_a_wrong_selector_of_mma_sp_is_seen_on_the_emulator():
     W, d = Sparse24.from_dense(w), poisoned(128, 128)
     run = emulate.emulate_entry(facts.arch, SPARSE24.entry(facts), SPARSE24.arguments(facts), change)
     with emulate.emulator(sms=2):
-        run(W.values, W.metadata, b, d, None, None, 1.0, 1.0, *facts.counts(1, 2))
+        run(W.values, W.metadata, b, d, 1.0, 1.0, *facts.counts(1, 2))
     assert seen and (d - w.float() @ b.float()).abs().max() > 1
 
 

@@ -201,7 +201,7 @@ def test_faults_are_seen_on_the_emulator():
         d = poisoned(128, 256, dtype=BF16)
         run = emulate.emulate_entry(facts.arch, SPARSE24.entry(facts), SPARSE24.arguments(facts), change)
         with emulate.emulator(sms=2):
-            arguments = (W.values, W.metadata, b, d, None, None, 1.0, 1.0, *facts.counts(1, 2))
+            arguments = (W.values, W.metadata, b, d, 1.0, 1.0, *facts.counts(1, 2))
             if number == 0:
                 with pytest.raises(emulate.EmulatorError, match="a sparsity selector of 1"):
                     run(*arguments)

@@ -38,7 +38,7 @@ def test_a_tile_of_one_chunk_on_the_emulator(waits, monkeypatch):
     run = emulate_entry(facts.arch, DENSE.entry(facts), DENSE.arguments(facts))
     a, b, d = normal(256, 64), normal(256, 64).t(), poisoned(256, 256)
     with emulator(sms=2, seed=7):  # one cluster
-        run(a, b, d, None, None, None, 1.0, 1.0, 2, 2)
+        run(a, b, d, 1.0, 1.0, 2, 2)
     error = (d.double() - a.double() @ b.double()).abs().max()
     assert error < 0.2 if waits else not error < 5
 

@@ -303,7 +303,7 @@ def test_metadata_of_another_block_are_seen_on_the_emulator():
         shifted = V.metadata.roll(1, 0).contiguous()
         for metadata in (V.metadata, shifted):
             pattern = V.crow_indices, V.col_indices, None, None, metadata
-            emulate.emulated(facts)(*pattern, V.values, x, d, None, None, None, 1.0, 1.0, *facts.counts(1, 4))
+            emulate.emulated(facts)(*pattern, V.values, x, d, 1.0, 1.0, *facts.counts(1, 4))
             seen.append((d - x.float() @ V.to_dense().float().t()).abs().max().item())
     assert seen[0] < 1 < seen[1]
 

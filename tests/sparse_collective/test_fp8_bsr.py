@@ -369,14 +369,18 @@ def test_opcheck(where):
     x, scale = operand(bsr_linear, W, 40, "each")
     b = numbers(40, 320, device=where).t()
     for op, args, terms in (
-        (ops.scaled_bsr.default, ("bsr_linear", *matrix, x), {}),
+        (ops.bsr.default, ("bsr_linear", *matrix, x), {}),
         (
-            ops.scaled_bsr.default,
-            ("bsr_linear", *matrix, x, W.scales, scale),
-            {"activation": "gelu", "out_dtype": FP32},
+            ops.bsr.default,
+            ("bsr_linear", *matrix, x),
+            {"scales": W.scales, "scale_b": scale, "activation": "gelu", "out_dtype": FP32},
         ),
-        (ops.scaled_bsr.default, ("bsr_matmul", *matrix, b, W.scales[:1].clone(), scale.t(), True), {}),
-        (ops.scaled_bsr_out.default, ("bsr_linear", *matrix, x, x.new_zeros(40, 256, dtype=FP16), W.scales), {}),
+        (
+            ops.bsr.default,
+            ("bsr_matmul", *matrix, b),
+            {"scales": W.scales[:1].clone(), "scale_b": scale.t(), "use_fast_accum": True},
+        ),
+        (ops.bsr_out.default, ("bsr_linear", *matrix, x, x.new_zeros(40, 256, dtype=FP16)), {"scales": W.scales}),
     ):
         torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))
 

@@ -11,7 +11,7 @@ from cute_kernels.reference import GATE, gate_of_rounded
 from cute_kernels.runtime.parallel import inspect_kernel
 from cute_kernels.testing.reference import ACTIVATIONS, poisoned
 from cute_kernels.tile.element import element_of
-from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_linear, random_bsr
+from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_linear, dispatch, random_bsr
 from sparse_collective.bsr_gemm import catalogue
 from sparse_collective.bsr_gemm.family import BSR
 from sparse_collective.nn import BsrLinear, Float8SwiGLU, SwiGLU, fp8
@@ -208,7 +208,7 @@ def test_configurations_on_the_emulator(columns):
         d, place = poisoned(len(x), W.shape[0] // 2), (W.crow_indices, W.col_indices, None, None, None)
         with emulate.emulator(sms=2):
             emulate.emulated(facts)(
-                *place, W.values, x, d, W.scales, scale.t(), None, None, None, 1.0, 0.0, *facts.counts(1, 2)
+                *place, W.values, x, d, W.scales, scale.t(), 1.0, 0.0, *facts.counts(1, 2)
             )  # fmt: skip
         assert_near(d, exact_of(x, scale, W, "silu", BF16))
 
@@ -254,11 +254,11 @@ def layer_of(block=(128, 128), bias=False, where="cpu") -> Float8SwiGLU:
 
 
 def kernels_of(call, monkeypatch) -> list[str]:
-    """The ops that float8.eager is called for."""
-    ops, run = [], fp8.eager.call
-    monkeypatch.setattr(fp8.eager, "call", lambda op, *args, **more: (ops.append(op), run(op, *args, **more))[1])
+    """The ops that dispatch.call is called for."""
+    ops, run = [], dispatch.call
+    monkeypatch.setattr(dispatch, "call", lambda values, **more: (ops.append(values[0]), run(values, **more))[1])
     call()
-    monkeypatch.setattr(fp8.eager, "call", run)
+    monkeypatch.setattr(dispatch, "call", run)
     return ops
 
 

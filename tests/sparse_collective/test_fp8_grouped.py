@@ -238,11 +238,11 @@ def test_opcheck(where, form):
     W, groups = experts(form, device=where), numbers_of(GROUPS, where)
     matrix = False, W.crow_indices, W.col_indices, W.values, W.shape[-1], True
     (x, scale), ops = tokens(W, 384), torch.ops.sparse_collective
-    out = x.new_zeros(384, 128, dtype=FP16)
+    out, scales = x.new_zeros(384, 128, dtype=FP16), {"scales": W.scales}
     for op, args, terms in (
-        (ops.scaled_bsr.default, (*matrix, x, W.scales, scale), {"activation": "gelu", "out_dtype": FP32}),
-        (ops.scaled_bsr.default, (*matrix, x, None, None, True), {}),
-        (ops.scaled_bsr_out.default, (*matrix, x, out, W.scales), {}),
+        (ops.bsr.default, (*matrix, x), {**scales, "scale_b": scale, "activation": "gelu", "out_dtype": FP32}),
+        (ops.bsr.default, (*matrix, x), {"use_fast_accum": True}),
+        (ops.bsr_out.default, (*matrix, x, out), scales),
     ):
         args, terms = ("bsr_grouped_linear", *args), {**terms, "expert_ids": groups}
         torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))

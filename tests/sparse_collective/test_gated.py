@@ -84,7 +84,7 @@ def test_the_op_itself_has_no_gradient():
     """The function never asks it for one: with a square W its formula would give wrong numbers."""
     W, x = random_bsr((256, 256), (128, 64), density=0.7), normal(8, 256).requires_grad_()
     parts = False, W.crow_indices, W.col_indices, W.values, 256, False
-    y = torch.ops.sparse_collective.bsr("bsr_gated_linear", *parts, x, None, "silu")
+    y = torch.ops.sparse_collective.bsr("bsr_gated_linear", *parts, x, activation="silu")
     with pytest.raises(RuntimeError, match="bsr_gated_linear as an op has no gradient"):
         y.sum().backward()
 

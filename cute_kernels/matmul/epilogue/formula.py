@@ -7,7 +7,7 @@ dynamic half, `EpilogueArgs` (their tensors and scalars). Each term is a class (
 Both stores, sm_80's and sm_90's, pass them *chunks* of accumulators.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -33,15 +33,28 @@ class EpilogueArgs:
     written. The scales of A are (M, L) and those of B (N, L), or (1, L) per tensor. Block scales, (M, K / 128, L) and
     (N / 128, K / 128, L), belong to the mainloop."""
 
-    bias: cute.Tensor | None
-    residual: cute.Tensor | None
-    z: cute.Tensor | None
-    alpha: Float32
-    beta: Float32
+    bias: cute.Tensor | None = None
+    residual: cute.Tensor | None = None
+    z: cute.Tensor | None = None
+    alpha: Float32 | None = None
+    beta: Float32 | None = None
     scale_m: cute.Tensor | None = None
     scale_n: cute.Tensor | None = None
     scale_out: cute.Tensor | None = None  # (1,) FP32, of an FP8 D
     amax: cute.Tensor | None = None  # (1,) FP32, not negative: raised to the largest magnitude of D before scale_out
+
+    @classmethod
+    def of(cls, facts, terms: tuple) -> tuple["EpilogueArgs", tuple]:
+        """(EpilogueArgs, launch arguments) of what a compiled function has after its operands: torch's tensors, as
+        facts.epilogue_tensors names them, alpha, beta, and the launch arguments (group, max_ctas, stream)."""
+        names = facts.epilogue_tensors
+        alpha, beta, *launch = terms[len(names) :]
+        return cls(alpha=alpha, beta=beta, **dict(zip(names, terms, strict=False))), tuple(launch)
+
+    def viewed(self, **views) -> "EpilogueArgs":
+        """The same terms, with each tensor that is present as views[its name] returns it."""
+        tensors = {name: getattr(self, name) for name in views}
+        return replace(self, **{name: views[name](t) for name, t in tensors.items() if t is not None})
 
 
 def coordinates(tCcD: cute.Tensor, first: int, count: int, origin: tuple) -> list[tuple]:

@@ -1,8 +1,5 @@
 """Epilogue arguments of an op, their checks, and the facts that a kernel is compiled from."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
@@ -18,56 +15,31 @@ from ..config import EpilogueSpec
 FLOAT8_TEXT = " and ".join(map(str, FLOAT8))
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The epilogue arguments of a call, as gemm documents them."""
+def acc_dtype(args) -> str:
+    """Name of the accumulator's dtype of a call."""
+    return "float32" if args.accumulation_dtype is None else NAMES[args.accumulation_dtype]
 
-    bias: torch.Tensor | None = None
-    activation: str | None = None
-    residual: torch.Tensor | None = None
-    alpha: float = 1.0
-    beta: float = 1.0
-    epilogue: Callable | None = None
-    with_z: bool = False  # True if the activation's input is a second result
-    gated: bool = False  # see EpilogueSpec
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
-    use_fast_accum: bool = False
-    accumulation_dtype: torch.dtype | None = None
-    scale_out: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
-    precision: str | None = None
 
-    @property
-    def acc_dtype(self) -> str:
-        """Name of the accumulator's dtype."""
-        return "float32" if self.accumulation_dtype is None else NAMES[self.accumulation_dtype]
-
-    def read(self, op: str) -> "Terms":
-        """The terms without the residual if beta is 0: as in torch.addmm, it is not read then."""
-        check_scalar(op, "beta", self.beta)
-        return self if self.residual is None or self.beta != 0 else replace(self, residual=None)
-
-    def spec(self, op: str, kind: str | None, scales: tuple = (None, None)) -> EpilogueSpec:
-        """The static half of the epilogue with a bias and scales of these kinds (see bias_kind, scale_kind). Checks
-        the terms that have no shape."""
-        for name in ("alpha", "beta"):
-            check_scalar(op, name, getattr(self, name))
-        check_activation(op, self.activation)
-        return EpilogueSpec(
-            scale=self.alpha != 1.0,
-            bias=kind,
-            bias_dtype=NAMES.get(self.bias.dtype) if kind else None,
-            residual=None if self.residual is None else "any",
-            activation=self.activation,
-            function=None if self.epilogue is None else epilogue_program(op, self.epilogue),
-            stores_z=self.with_z,
-            gated=self.gated,
-            scale_m=scales[0],
-            scale_n=scales[1],
-            scale_out=self.scale_out is not None,
-            amax=self.amax is not None,
-        )
+def spec_of(op: str, args, kind: str | None, scales: tuple, with_z: bool) -> EpilogueSpec:
+    """The static half of a call's epilogue, with a bias and scales of these kinds (see bias_kind, scale_kind). Checks
+    the terms that have no shape. As in torch.addmm, the residual is not read if beta is 0."""
+    for name in ("alpha", "beta"):
+        check_scalar(op, name, getattr(args, name))
+    check_activation(op, args.activation)
+    return EpilogueSpec(
+        scale=args.alpha != 1.0,
+        bias=kind,
+        bias_dtype=NAMES.get(args.bias.dtype) if kind else None,
+        residual=None if args.residual is None or args.beta == 0 else "any",
+        activation=args.activation,
+        function=None if args.epilogue is None else epilogue_program(op, args.epilogue),
+        stores_z=with_z,
+        gated=args.gated,
+        scale_m=scales[0],
+        scale_n=scales[1],
+        scale_out=args.scale_out is not None,
+        amax=args.amax is not None,
+    )
 
 
 def check_activation(op: str, activation) -> None:
@@ -182,7 +154,7 @@ def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
         )
 
 
-def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.dtype) -> None:
+def check_narrow(op: str, args, out_dtype: torch.dtype, default: torch.dtype) -> None:
     """Check scale_out and return_amax, which require an FP8 output, and that an FP8 output has no residual.
 
     Raises:
@@ -190,12 +162,12 @@ def check_narrow(op: str, terms: Terms, out_dtype: torch.dtype, default: torch.d
         ValueError: it does not have one element, or the output is not FP8; or the output is FP8 and there is a
             residual.
     """
-    if terms.scale_out is not None:
-        check_one_number(op, "scale_out", terms.scale_out)
-    for name, value in (("scale_out", terms.scale_out), ("return_amax", terms.amax)):
+    if args.scale_out is not None:
+        check_one_number(op, "scale_out", args.scale_out)
+    for name, value in (("scale_out", args.scale_out), ("return_amax", args.amax)):
         if value is not None and out_dtype not in FLOAT8:
             raise ValueError(f"{op}: {name} requires an output of {FLOAT8_TEXT}, got {out_dtype}; pass out_dtype=")
-    if out_dtype in FLOAT8 and terms.residual is not None:
+    if out_dtype in FLOAT8 and args.residual is not None:
         raise ValueError(
             f"{op}: residual is not supported with an output of {out_dtype}; add it to an output in {default}"
         )
