@@ -5,6 +5,7 @@ computed on the mask's device without synchronizing with it, and live as long as
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
 LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
+NOT_TRACED: Any = (None, None, None)
 
 
 def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None) -> tuple:
@@ -42,7 +44,7 @@ def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None)
     if mask.mask_mod is None:
         return None, ()
     cached = mask.derived
-    known, element, checked = cached.facts or (None, None, None)
+    known, element, checked = cached.facts or NOT_TRACED
     now = trace_mask(mask.mask_mod, mask.device)
     if now is not known:
         check_plain(OP, now.tensors)
@@ -51,7 +53,7 @@ def element_of(mask: BlockMask, batch: int, heads: int, offsets: Offsets = None)
     known, lengths = checked.get((batch, heads)), lengths_at(mask.lengths, offsets)
     if known is None or lengths[0] > known[0] or lengths[1] > known[1]:
         lengths = lengths if known is None else (max(lengths[0], known[0]), max(lengths[1], known[1]))
-        check_extents(*element, batch, heads, lengths)
+        check_extents(element[0], element[1], batch, heads, lengths)
         checked[batch, heads] = lengths
     return element
 
@@ -112,8 +114,8 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     def make() -> tuple:
         index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
         order = tile_order(mask, batch, heads, tile_m, l2_heads)
-        counts = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
-        counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in counts)
+        blocks = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
+        counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in blocks)
         return index, mask.kv_indices.shape[-1], torch.stack([order.to(torch.int32), *counts], -1)
 
     def columns() -> tuple:
@@ -167,13 +169,15 @@ def prepared(args: AttentionArgs) -> tuple:
     """
     q = args.q
     mask = masked = as_block_mask(q, args.k, args.block_mask)
-    reads, facts, lists = (), None, ()
+    reads: tuple = ()
+    lists: tuple = ()
+    facts = None
     if planning.has_kernel(q):
         try:
             if args.causal:  # whose bound may be a number that the kernel reads, or a constant
                 masked = with_causal(mask)
             offsets = check_offsets(OP, args.q_offset, args.k_offset, *mask.lengths)
-            element, reads = element_of(masked, *q.shape[:2], offsets)
+            element, reads = element_of(masked, q.shape[0], q.shape[1], offsets)
             facts = mask.lengths, mask.blocksize, mask.batch, mask.heads, mask.device, element
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
             pass  # the checks will say what is wrong
@@ -200,11 +204,11 @@ def plan_block_sparse(args: AttentionArgs) -> FlashPlan:
     offsets = check_offsets(OP, args.q_offset, args.k_offset, *mask.lengths)
     checks.check_causal_blocks(OP, args.causal, offsets)
     if args.score_mod is not None:
-        checks.check_score(args, q.shape[:2], lengths_at(mask.lengths, offsets))
+        checks.check_score(args, (q.shape[0], q.shape[1]), lengths_at(mask.lengths, offsets))
     if plan.empty or not planning.has_kernel(q):
         return plan
     masked = with_causal(mask) if args.causal else mask
-    element, _ = element_of(masked, *q.shape[:2], offsets)
+    element, _ = element_of(masked, q.shape[0], q.shape[1], offsets)
     shifted = offsets is not None and (args.score_mod is not None or mask.mask_mod is not None)
     terms = {"offsets": shifted, "choose": fp8.choose_kernel(args) if narrow else None}
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]

@@ -4,6 +4,7 @@ A call whose metadata is in the plan cache costs a lookup, a test of its tensors
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     out, score, cu_seqlens_q = args.out, args.score_mod, args.cu_seqlens_q
     if args.seqused_k is not None or args.page_table is not None:
         args = cache_checks.with_unit_strides(args)
-    optional = args[OPTIONAL]
-    given, tensors = tuple(map(type, optional)), args[:3]
+    optional: Any = args[OPTIONAL]
+    values: Any = args[VALUES]
+    tensors: tuple = args[:3]
+    given = tuple(map(type, optional))
     once = cu_seqlens_q is not None and cu_seqlens_q is args.cu_seqlens_k
     if given != ABSENT:
         more = [t for t in optional if t is not None]
@@ -43,10 +46,11 @@ def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
             del more[1 if out is None else 2]
         tensors = *tensors, *more
     shifted = args.q_offset is not None or args.k_offset is not None
-    key = *args[VALUES], given, once, shifted, forced_path(), decode.forced_splits()
+    key = *values, given, once, shifted, forced_path(), decode.forced_splits()
     if score is not None:
         key, tensors = (*key, score.mod), tensors + score.tensors
-    mask = masked = None
+    mask: Any = None
+    masked: Any = None
     if args.block_mask is not None:
         mask, masked, reads, facts, lists = prepared(args)
         key, tensors = facts and (*key, facts), tensors + lists
@@ -73,7 +77,7 @@ def launch(plan: FlashPlan, args: AttentionArgs, blocks: tuple | None = None, of
     lse = plan.new(*plan.lse_layout) if plan.facts.lse else None
     reads = None if args.score_mod is None else args.score_mod.reads
     if plan.facts.family == decode.FAMILY:
-        more = args.seqused_k, args.page_table, reads
+        more: tuple = (args.seqused_k, args.page_table, reads)
         if plan.facts.cache is not None:
             more += cache_checks.of_heads(args.k_descale, q, k), cache_checks.of_heads(args.v_descale, q, k)
     else:
@@ -129,7 +133,7 @@ def plan_dense(args: AttentionArgs) -> FlashPlan:
     plan = planning.checked_plan(args, (*q.shape[:3], v.shape[-1]), q.shape[:3], lengths[1])
     bounds = window_bounds(args.window_size, args.causal)
     if args.score_mod is not None:
-        checks.check_score(args, q.shape[:2], lengths_at(lengths, offsets))
+        checks.check_score(args, (q.shape[0], q.shape[1]), lengths_at(lengths, offsets))
     if not plan.empty and planning.has_kernel(q):
         shifted = offsets is not None and (args.score_mod is not None or bounds != (None, None))
         choose = fp8.choose_kernel(args) if narrow else decode.choose_kernel(args, bounds, shifted)
@@ -143,17 +147,18 @@ def _reference(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     if args.q.dtype in FLOAT8:
         args = fp8.dequantised(args)
     elif args.out is not None and args.out.dtype == torch.float32:
-        wide = [t if t.dtype in FLOAT8 else t.float() for t in args[:3]]
-        args = args._replace(**dict(zip("qkv", wide, strict=True)))
+        q, k, v = (t if t.dtype in FLOAT8 else t.float() for t in args[:3])
+        args = args._replace(q=q, k=k, v=v)
     q, k, v, *_ = args
     if args.packed:
         return packed.reference_of(args)
     if checks.narrow(k, v):
         scales = (cache_checks.of_heads(scale, q, k) for scale in (args.k_descale, args.v_descale))
-        args = args._replace(**dict(zip(("k_descale", "v_descale"), scales, strict=True)))
+        k_descale, v_descale = scales
+        args = args._replace(k_descale=k_descale, v_descale=v_descale)
     if args.seqused_k is not None:
-        more = args.seqused_k, args.page_table
-        return reference.attention_cached(q, k, v, *more, **args.given(reference.attention_cached) | WITH_LSE)
+        run: Any = reference.attention_cached
+        return run(q, k, v, args.seqused_k, args.page_table, **args.given(run) | WITH_LSE)
     if checks.narrow(k, v):
         q = q.to(accumulator(q.dtype))
         k, v = (reference.dequantised(t, s, q.dtype) for t, s in ((k, args.k_descale), (v, args.v_descale)))

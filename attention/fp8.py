@@ -10,6 +10,7 @@ and run the reference in FP32.
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def of_heads(scales: tuple, batch: int, heads: tuple) -> tuple:
 def planned_shapes(q, k, scales: tuple, sequences: int = 0) -> tuple:
     """FlashPlan.scale_shapes: (B, H) and (B, Hkv), or (B, H, blocks) and (B, Hkv, blocks) if any scale is per block of
     tokens. B is `sequences` for packed q and k (rows, heads, D)."""
-    shapes = [(sequences or q.shape[0], t.shape[1]) for t in (q, k, k)]
+    shapes: list = [(sequences or q.shape[0], t.shape[1]) for t in (q, k, k)]
     if of_tokens(scales):
         shapes = [(*shape, blocks_of(t.shape[2])) for shape, t in zip(shapes, (q, k, k), strict=True)]
     shapes = [None if s is None or s.shape == shape else shape for s, shape in zip(scales, shapes, strict=True)]
@@ -135,8 +136,8 @@ def choose_kernel(args: AttentionArgs, sequences: int = 0) -> Callable:
 
     def choose_one(plan: FlashPlan, facts: FlashFacts, extents: Extents) -> bool:
         known = {field.name: getattr(facts, field.name) for field in fields(FlashFacts)}
-        has = dict(zip(SCALES, (s is not None for s in scales), strict=True))
-        kinds = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": args.use_fast_accum}
+        has: dict[str, Any] = dict(zip(SCALES, (s is not None for s in scales), strict=True))
+        kinds: dict[str, Any] = {"given_v": NAMES_OF_OPERANDS[v.dtype], "fast": args.use_fast_accum}
         narrow = Float8Facts(**known, **kinds, **has, tokens=of_tokens(scales))
         if reason := families.unsupported(narrow):
             raise TypeError(f"{plan.op}: {reason}")
@@ -225,14 +226,17 @@ def transposed(v, facts: ValuesFacts, sequences: int) -> Callable:
 
 def dequantised(args: AttentionArgs) -> AttentionArgs:
     """The call with q, k and v dequantized to FP32, and without scales. Packed sequences have scales per sequence."""
-    q, k, v, _, cu_q, cu_k = args[:6]
+    q, k, v = args[:3]
+    cu_q: Any = args.cu_seqlens_q
+    cu_k: Any = args.cu_seqlens_k
     batch = len(cu_q) - 1 if args.packed else q.shape[0]
     scales = of_heads(args.descales, batch, (q.shape[1], k.shape[1], k.shape[1]))
     if args.packed:
         tensors = _dequantised_rows((q, k, v), scales, (cu_q, cu_k, cu_k))
     else:
         tensors = [reference.dequantised(t, s, torch.float32) for t, s in zip((q, k, v), scales, strict=True)]
-    return AttentionArgs(*tensors, *args[3:])._replace(q_descale=None, k_descale=None, v_descale=None)
+    q, k, v = tensors
+    return args._replace(q=q, k=k, v=v, q_descale=None, k_descale=None, v_descale=None)
 
 
 def _dequantised_rows(tensors: tuple, scales: tuple, cu_seqlens: tuple) -> list[Tensor]:

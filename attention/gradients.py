@@ -4,6 +4,9 @@ Saved are q, k, v, the output, each row's LSE and the tensors of the mask (saved
 computes the scores again. CPU tensors run the torch reference of the same formulas.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +27,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, args: AttentionArgs, q, k, v, sinks, *captured):
-        mask, of_mask, score = None, (), args.score_mod
+        mask: Any = None
+        score = args.score_mod
+        of_mask: Sequence[Tensor] = ()
         if args.block_mask is not None:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
             args = args._replace(block_mask=mask)
@@ -48,7 +53,7 @@ class Attention(torch.autograd.Function):
             of_mask, captured = captured[: mask.count], captured[mask.count :]
             causal, mask = mask.causal, mask.restored(of_mask)
         _, needs_q, needs_k, needs_v, needs_sinks, *wanted = ctx.needs_input_grad
-        sums = None
+        sums: Any = None
         if captured:
             sums = sums_of(q, captured, [slot for slot, wants in enumerate(wanted) if wants])
             score = score.with_tensors(captured)
@@ -104,7 +109,8 @@ def gradients_of(
     """
     q, k, v = args[:3]
     if dout is None and dlse is None:
-        return tuple(None if t is None else gradient_of(t).zero_() for t in (q, k, v, args.sinks))
+        dq, dk, dv = (gradient_of(t).zero_() for t in (q, k, v))
+        return dq, dk, dv, None if args.sinks is None else gradient_of(args.sinks).zero_()
     if dout is None:
         dout = torch.zeros_like(out)
     args = args._replace(deterministic=in_one_order(args.deterministic))

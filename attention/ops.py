@@ -4,7 +4,7 @@ Under torch.compile a call becomes a registered op (torch_op.py); all other call
 """
 
 from collections.abc import Callable
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -141,7 +141,8 @@ def attention(
             bits, or on a GPU the head dimension is 512; or a scale requires one; or the GPU is older than sm_80.
     """
     args = AttentionArgs(
-        q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, sinks, q_descale, k_descale, v_descale, None,
+        q, k, v,  # type: ignore[arg-type]  # `_call` unpacks a Quantized
+        out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, sinks, q_descale, k_descale, v_descale, None,
         score_mod, causal, window_size, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
     )  # fmt: skip
     return _call(args)
@@ -232,7 +233,8 @@ def block_sparse_attention(
     if block_mask is None:
         checks.refuse_mask(block_mask)
     args = AttentionArgs(
-        q, k, v, out, None, None, None, None, sinks, q_descale, k_descale, v_descale, block_mask,
+        q, k, v,  # type: ignore[arg-type]  # `_call` unpacks a Quantized
+        out, None, None, None, None, sinks, q_descale, k_descale, v_descale, block_mask,
         score_mod, causal, None, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
     )  # fmt: skip
     return _call(args)
@@ -271,7 +273,8 @@ def _eager(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     except AttributeError:  # not a tensor: the op's checks raise
         nested = False
     if converts or nested or hidden():
-        check_front(args.op, q, k, v, *args[OPTIONAL])
+        optional: Any = args[OPTIONAL]
+        check_front(args.op, q, k, v, *optional)
     if score is not None:
         checks.check_tensor(f"{args.op}: q", q)
         score = bound(score, q.device)

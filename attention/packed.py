@@ -1,5 +1,7 @@
 """Variable-length attention over packed sequences (cu_seqlens) for ops.attention: its checks, plan and reference."""
 
+from typing import Any
+
 import torch
 
 from cute_kernels import checks as common
@@ -29,7 +31,8 @@ def plan_packed(args: AttentionArgs) -> FlashPlan:
     else:
         checks.check_wide(args, "packed sequences")
     check_packed(args)
-    sequences = len(args.cu_seqlens_q) - 1
+    cu_seqlens: Any = args.cu_seqlens_q
+    sequences = len(cu_seqlens) - 1
     if narrow:
         fp8.check_scales(args, sequences)
     (rows, heads, _), cols = q.shape, len(k)
@@ -70,7 +73,8 @@ def check_packed(args: AttentionArgs) -> None:
                 f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
             )
     more = fp8.alike(v) if q.dtype == fp8.E4M3 else {}
-    checks.check_qkv(OP, *(t.transpose(0, 1)[None] for t in (q, k, v)), **more)
+    batched = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    checks.check_qkv(OP, batched[0], batched[1], batched[2], **more)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.check_tensor(f"{OP}: {name}", tensor)
         if tensor.dtype != torch.int32:
@@ -88,7 +92,9 @@ def check_packed(args: AttentionArgs) -> None:
 
 def reference_of(args: AttentionArgs) -> tuple:
     """(out, lse): the reference, and in rows after the last sequence what those have that see nothing."""
-    (q, k, v), cu_seqlens_q, cu_seqlens_k = args[:3], args.cu_seqlens_q, args.cu_seqlens_k
+    q, k, v = args[:3]
+    cu_seqlens_q: Any = args.cu_seqlens_q
+    cu_seqlens_k: Any = args.cu_seqlens_k
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     lse = empty_lse((q.shape[1], q.shape[0]), accumulator(q.dtype), q.device, args.sinks)
     rows, cols = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])

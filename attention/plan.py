@@ -131,9 +131,10 @@ def plan_kernel(
         limits = (MOST, MOST) if offsets else longest or extents[1:]
         left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(limits), strict=True))
     plan.scalars = (*scalars_of(scale, args.softcap, score is not None), left, right)
-    extents = Extents(*extents, *bounds, sms)
-    if choose is None or not choose(plan, facts, extents):
-        plan.facts = pick(facts, extents)
+    heads, rows, cols = extents
+    sizes = Extents(heads, rows, cols, bounds[0], bounds[1], sms)
+    if choose is None or not choose(plan, facts, sizes):
+        plan.facts = pick(facts, sizes)
         plan.function = families.function_for(plan.facts)
     elif plan.facts.family != FlashFacts.family:
         return
@@ -162,7 +163,7 @@ def path_of(op: str, spec: ArchSpec) -> str:
     return path
 
 
-def view_of(plan: FlashPlan, name: str, tensor: torch.Tensor | None) -> Callable | None:
+def view_of(plan: CallPlan, name: str, tensor: torch.Tensor | None) -> Callable | None:
     """A function that copies or views a tensor whose strides the kernel does not support; None if it does."""
     if tensor is None:
         return None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def _seen(shape, sk: int, device, bounds: tuple, block_mask, offsets, begin: int
     if bounds != (None, None):
         rows = torch.arange(begin, end, device=device)[:, None]
         offset = sk - sq if offsets is None else offsets[0] - offsets[1]
-        mask = Band(*bounds, offset)(None, None, rows, torch.arange(sk, device=device))
+        mask = Band(bounds[0], bounds[1], offset)(None, None, rows, torch.arange(sk, device=device))
     if block_mask is not None:
         elements = block_mask.elements(begin, end, batch, heads, *(offsets or ()))
         mask = elements if mask is None else elements & mask
@@ -189,7 +190,9 @@ def _gradients_packed(
     if args.sinks is not None:
         wide, dtype = args.sinks.to(lse.dtype), args.sinks.dtype
         dsinks = torch.zeros_like(wide)
-    starts = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
+    cu_q: Any = args.cu_seqlens_q
+    cu_k: Any = args.cu_seqlens_k
+    starts = cu_q.tolist(), cu_k.tolist()
     args = args._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=wide)
     for b, ((i, j), (m, n)) in enumerate(zip(*map(_ranges, starts), strict=True)):
         rows, cols = slice(i, j), slice(m, n)
@@ -204,7 +207,8 @@ def _gradients_packed(
             dsinks += of_sinks
         for whole, part, where in zip(found, parts, (rows, cols, cols), strict=True):
             whole[where] = part[0].transpose(0, 1)
-    return *found, None if dsinks is None else dsinks.to(dtype)
+    dq, dk, dv = found
+    return dq, dk, dv, None if dsinks is None else dsinks.to(dtype)
 
 
 def attention_cached(
@@ -242,8 +246,8 @@ def attention_cached(
     Raises:
         TypeError, ValueError: as `attention` does.
     """
-    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
-    options["return_lse"] = True
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale}
+    options |= {"sinks": sinks, "return_lse": True}
     parts, score, dtype = [], bound(score_mod, q.device), q.dtype
     narrow = k.dtype in FLOAT8
     if narrow:
@@ -321,8 +325,8 @@ def attention_packed(
     if len(starts_q) != len(starts_k):
         got = f"{len(starts_q)} and {len(starts_k)} entries"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got {got}")
-    options = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale, "sinks": sinks}
-    options["return_lse"] = True
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softcap": softcap, "scale": scale}
+    options |= {"sinks": sinks, "return_lse": True}
     parts, score = [], bound(score_mod, q.device)
     # Of no sequence, which is valid, the one part that gives the results their shapes
     for b, (rows, cols) in enumerate(zip(_ranges(starts_q), _ranges(starts_k), strict=True)):

@@ -6,6 +6,9 @@ enters the schema as its lists, lengths and block size, with its mask_mod as a t
 With a score_mod the ops have other names, and take it as a text, numbers and tensors, which get gradients.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -76,11 +79,12 @@ class Op:
         if mask:
             terms["block_mask"] = _block_mask(*mask)
         if score:
-            terms["score_mod"] = read_score(*score, q.device)[0]
+            text, numbers, tensors = score
+            terms["score_mod"] = read_score(text, numbers, tensors, q.device)[0]
         return AttentionArgs(q, k, v, **terms)
 
     def run(self, q, k, v, *parts, **terms) -> tuple[Tensor, Tensor]:
-        result = dispatch.attention(self.args(q, k, v, parts, terms))
+        result: Any = dispatch.attention(self.args(q, k, v, parts, terms))
         return result if terms["return_lse"] else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
 
     def fake(self, q, k, v, *parts, cu_seqlens_q, cu_seqlens_k, return_lse, **terms) -> tuple[Tensor, Tensor]:
@@ -150,7 +154,8 @@ class Op:
             args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
         if not self.scored:
             return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, grad_dtype=grad_dtype))
-        bound, places = read_score(*score, q.device)
+        text, numbers, tensors = score
+        bound, places = read_score(text, numbers, tensors, q.device)
         gradients.check_score(bound, any(wanted), q, args.deterministic)
         slots = {place: slot for slot, place in enumerate(places)}
         sums = gradients.sums_of(q, bound.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
@@ -196,7 +201,8 @@ def _four(q, found: tuple) -> tuple[Tensor, ...]:
 
 def _op_of(args: AttentionArgs) -> tuple[Op, tuple]:
     """The op of a call, and its mask and score_mod as arguments of it."""
-    mask = score = ()
+    mask: Any = ()
+    score: tuple = ()
     if args.block_mask is not None:
         mask = args.block_mask
         if not is_compiling() and isinstance(mask, Tensor) and mask.layout is torch.sparse_bsr:
@@ -274,9 +280,9 @@ def crossing(block_mask) -> tuple:
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-        mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+        flex_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
         sizes = list(block_mask.seq_lengths), list(block_mask.BLOCK_SIZE)
-        return "flex", lists, *sizes, *mask_text.written_mask(mask_mod)
+        return "flex", lists, *sizes, *mask_text.written_mask(flex_mod)
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return "bsr", indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []
@@ -323,11 +329,12 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
 
     def make(*lists: Tensor) -> BlockMask:
         if form == "bsr":
-            return BlockMask.from_blocks(*convert.blocks_of_indices(*lists, lengths, blocksize, None))
-        facts = {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
+            return BlockMask.from_blocks(*convert.blocks_of_indices(lists[0], lists[1], lengths, blocksize, None))
+        facts: dict[str, Any] = {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
+        tables: Sequence = lists
         if form == "flex":
-            lists, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
-        return BlockMask(*lists, **facts, check=False)
+            tables, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
+        return BlockMask(*tables, **facts, check=False)
 
     if form == "flex" and captured(lists[0]):
         return make(*lists)  # see cache.py

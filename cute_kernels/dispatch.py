@@ -145,8 +145,8 @@ def _plan_kernel(plan: Plan, args: GemmArgs, batch, spec) -> None:
     elif a.dtype in FLOAT8 or a.dtype == torch.float32:
         views |= {name: along_k(name, tensors[name], views[name], plan, name == "a") for name in "ab"}
     va, vb, vd, vr = (t if views.get(name) is None else views[name](t) for name, t in tensors.items())
-    layouts = tuple(layout_of_tensor(t) for t in (va, vb, vd))
-    majors = tuple(major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True))
+    layouts = layout_of_tensor(va), layout_of_tensor(vb), layout_of_tensor(vd)
+    majors = major(layouts[0], ("m", "k")), major(layouts[1], ("k", "n")), major(layouts[2], ("m", "n"))
     if residual is not None:
         spec = replace(spec, residual=major(layout_of_tensor(vr), ("m", "n")))
     L = vd.shape[0] if vd.dim() == 3 else 1

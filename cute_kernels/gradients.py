@@ -8,6 +8,7 @@ recomputes z.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def saved_of(activation: str | None, epilogue) -> str:
 def through_epilogue(
     dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: torch.dtype | None,
     gradient: Callable = epilogue_gradient,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     """(dz, its column sums); dz has dy's shape and dtype.
 
     sums: dtype of the column sums, which are accumulated in FP32; None if they are not needed.
@@ -108,7 +109,10 @@ class Gemm(torch.autograd.Function):
             return dispatch.gemm(GemmArgs(a, b, alpha=alpha, precision=precision))
 
         needed = ctx.needs_input_grad[1:]
-        return None, *gemm_backward(product, epilogue_gradient, ctx.saved_tensors, ctx.like, *ctx.epilogue, needed, dy)
+        tensors, (activation, alpha, beta, epilogue) = ctx.saved_tensors, ctx.epilogue
+        return None, *gemm_backward(
+            product, epilogue_gradient, tensors, ctx.like, activation, alpha, beta, epilogue, needed, dy
+        )
 
 
 _apply = super(torch.autograd.Function, Gemm).apply  # skips Gemm.apply's torch.func handling, some 3 us a call

@@ -5,7 +5,7 @@ Sparse24 to `cute_kernels::sparse24_gemm` and its `_out`.
 """
 
 from collections.abc import Callable
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def gemm(
     plain = epilogue is None and not special
     if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
         watches = False  # the call raises
-    values = (
+    values: tuple = (
         a, b, out, bias, residual, scale_a, scale_b, scale_out, amax, activation, alpha, beta, out_dtype, epilogue,
         accumulation_dtype, precision, use_fast_accum,
     )  # fmt: skip
@@ -175,7 +175,8 @@ def _unusual(args: GemmArgs, watches: bool) -> Tensor:
     if not compiling and not dispatched("gemm", *tensors):
         try:
             if args.epilogue is not None:  # traced here, where captured tensors still show requires_grad
-                args = args._replace(epilogue=epilogue_program("gemm", args.epilogue))
+                program: Any = epilogue_program("gemm", args.epilogue)
+                args = args._replace(epilogue=program)
             run = sparse24.gemm if structured else differentiable if watches else dispatch.gemm
             return run(args)
         except NeedsDispatcher:

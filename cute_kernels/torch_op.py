@@ -7,6 +7,7 @@ the graph contains that name.
 import functools
 import hashlib
 import math
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def named_function(fn) -> str | None:
     """
     if fn is None:
         return None
-    names: list[str] = []
+    names: list[str | None] = []
     compiled = torch.compiler.is_compiling()
     if compiled:
         run_in_trace(_name_in_trace)
@@ -138,7 +139,8 @@ def _setup_context(ctx, inputs, output):
     operands = args[:2] if recompute else operands_to_save(args.a, args.b, ctx.needs_input_grad)
     ctx.save_for_backward(*operands, args.bias, args.residual if recompute else None, kept)
     ctx.like = args.a.shape, args.a.dtype, args.b.shape, args.b.dtype
-    ctx.args = args._replace(a=None, b=None, **dict.fromkeys(TENSORS))
+    without: dict[str, Any] = dict.fromkeys(("a", "b", *TENSORS))
+    ctx.args = args._replace(**without)
 
 
 def _backward(ctx, dy, *_):
@@ -153,9 +155,11 @@ def _backward(ctx, dy, *_):
 
     needs = dict(zip(INPUTS, ctx.needs_input_grad, strict=False))  # trailing defaults are not counted
     names = "a", "b", "bias", "residual"
-    terms = ctx.like, args.activation, args.alpha, args.beta, args.epilogue, [needs.get(name, False) for name in names]
-    found = gemm_backward(product, epilogue_gradient, (a, b, bias, kept), *terms, dy)
-    found = dict(zip(names, found, strict=True))
+    gradients = gemm_backward(
+        product, epilogue_gradient, (a, b, bias, kept), ctx.like, args.activation, args.alpha, args.beta, args.epilogue,
+        tuple(needs.get(name, False) for name in names), dy,
+    )  # fmt: skip
+    found = dict(zip(names, gradients, strict=True))
     return tuple(found.get(name) for name in needs)
 
 
@@ -164,9 +168,9 @@ def _args(inputs: tuple) -> GemmArgs:
     return GemmArgs(**dict(zip(INPUTS, inputs, strict=False)))
 
 
-def _inputs(args: GemmArgs) -> list:
+def _inputs(args: GemmArgs) -> tuple:
     """The arguments of the op's schema."""
-    return [getattr(args, name) for name in INPUTS]
+    return tuple([getattr(args, name) for name in INPUTS])
 
 
 def _with_amax(values: tuple):

@@ -201,4 +201,4 @@ def as_bsr(op: str, W) -> BsrMatrix | Bsr24:
             f"BsrMatrix.from_torch({wrapped}){leaf}, or call it under torch.no_grad()"
         )
     # Of the detached tensor, because values() of one with a gradient would keep it alive
-    return of_tensor(W).get("matrix", W, lambda: BsrMatrix.from_torch(W.detach()), BsrMatrix.indices.fget)
+    return of_tensor(W).get("matrix", W, lambda: BsrMatrix.from_torch(W.detach()), BsrMatrix.indices.fget)  # type: ignore[attr-defined]  # a property's

@@ -6,6 +6,7 @@ pattern, and do not synchronize.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def differentiable(values: tuple, source: Tensor | None = None) -> Tensor:
 def before_epilogue(
     op: str, dy: Tensor, activation: str | None, epilogue, saved: Tensor | None, sums: torch.dtype | None,
     gradient: Callable = epilogue_gradient,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     """through_epilogue, in which rows of a grouped GEMM without a gradient have none before a user's function either.
 
     Padding is such rows. A function may have an infinite derivative there, as torch.sqrt has at 0, and 0 * inf = NaN
@@ -181,7 +182,7 @@ def single(W: BsrMatrix) -> BsrMatrix:
     def make() -> tuple[BsrMatrix]:
         items, M, K = W.shape
         indices = rows_of(pattern), pattern.col_indices + W.row_of_block() // W.n_block_rows * W.n_block_cols
-        state = {"check": W.check, "checked": W.checked}
+        state: dict[str, Any] = {"check": W.check, "checked": W.checked}
         return (BsrMatrix._make(*indices, W.stored.detach(), (items * M, items * K), **state).without_values(),)
 
     return pattern.derived("single", make, lambda made: made[0].indices)[0]

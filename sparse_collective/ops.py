@@ -6,7 +6,7 @@ differentiable form of the first.
 """
 
 from collections.abc import Callable
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -231,7 +231,8 @@ def bsr_gated_linear(
         check_activation(GATED, activation)
         check_gated(dispatch.as_bsr(GATED, W))
         return gate(bsr_linear(x, W), activation)
-    return called(BsrArgs(GATED, W, x, out, scale_b=scale_x, activation=activation, out_dtype=out_dtype))
+    tokens: Any = x
+    return called(BsrArgs(GATED, W, tokens, out, scale_b=scale_x, activation=activation, out_dtype=out_dtype))
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -313,17 +314,18 @@ def bsr_grouped_linear(
     op = "bsr_grouped_linear"
     if type(x) is Quantized:
         x, scale_x = unpacked(op, "x", x, scale_x)
+    tokens: Any = x
     args = BsrArgs(
-        op, W, x, out, expert_ids, bias, scale_b=scale_x, activation=activation, epilogue=epilogue,
+        op, W, tokens, out, expert_ids, bias, scale_b=scale_x, activation=activation, epilogue=epilogue,
         accumulation_dtype=accumulation_dtype, use_fast_accum=use_fast_accum,
     )  # fmt: skip
     padding = dispatch.routing(op, x, W, expert_ids, offs, group_rows)
     if padding is None:
         return called(args)
-    if x.dtype in FLOAT8:
-        check_no_grad(f"{op} of float8", x)
+    if tokens.dtype in FLOAT8:
+        check_no_grad(f"{op} of float8", tokens)
     to = None if out is None else dispatch.padded_out(op, out, W, padding, x, bias, scale_x, offs)
-    rows, scale = padded_rows.spread(x, padding), padded_rows.spread_scale(op, scale_x, x, padding)
+    rows, scale = padded_rows.spread(tokens, padding), padded_rows.spread_scale(op, scale_x, tokens, padding)
     y = called(args._replace(b=rows, out=to, expert_ids=padding.groups, scale_b=scale))
     y = padded_rows.taken(y, padding)
     return y if out is None else out.copy_(y)
@@ -375,7 +377,7 @@ def called(values: tuple) -> Tensor:
     """An op of all fields of BsrArgs: as torch.compile, torch.func or autograd want it."""
     _, W, b, out, _, bias, residual, scale_b, scale_out, amax, _, out_dtype, epilogue, _, precision, fast = values
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
-    watches = out is None and watched(W, b, bias, residual)
+    watches: bool | None = out is None and watched(W, b, bias, residual)
     # A call with any of these raises where something is watched, or has a W that check_indices must look at first.
     if watches and (
         precision is not None or out_dtype is not None or scaled(b, None, scale_b, fast)
@@ -420,7 +422,8 @@ def _unusual(args: BsrArgs, watches: bool) -> Tensor:
             refuse_gradient(what, args)
         try:
             if args.epilogue is not None:  # as it is now, and where captured tensors can be seen to require gradients
-                args = args._replace(epilogue=epilogue_program(op, args.epilogue))
+                program: Any = epilogue_program(op, args.epilogue)
+                args = args._replace(epilogue=program)
             if watches and not what:
                 return differentiable(args._replace(W=dispatch.as_bsr(op, args.W)), source)
             return dispatch.call(args)

@@ -5,6 +5,7 @@ A call whose metadata is in the plan cache costs a lookup and the launches.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ _PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
 class BackwardPlan(CallPlan):
     """The kernels of a backward pass and their launch parameters. `function` and `facts` are the main kernel's."""
 
-    prepare: object = None
-    convert: object = None
+    prepare: Any = None
+    convert: Any = None
     tiles: int = 0  # query tiles of all heads
     scalars: tuple = ()  # scalar arguments of the main kernel, in order; OFFSETS is replaced in calls that have offsets
     scale: float = 1.0
@@ -70,12 +71,12 @@ def backward(
         sums: FP32 accumulators of the gradients of tensors that score_mod captures, by index.
     """
     (q, k, v), sinks, mask, score = args[:3], args.sinks, args.block_mask, args.score_mod
-    cu_seqlens = args.cu_seqlens_q, args.cu_seqlens_k
+    cu_seqlens: Any = (args.cu_seqlens_q, args.cu_seqlens_k)
     if grad_dtype is q.dtype:
         grad_dtype = None
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape or args.packed and len(args.cu_seqlens_q) == 1:
-        found = (torch.zeros_like(t, dtype=grad_dtype) for t in (q, k, v))
-        return *found, _of_sinks_alone(sinks, dlse, args.cu_seqlens_q)
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape or args.packed and len(cu_seqlens[0]) == 1:
+        dq, dk, dv = (torch.zeros_like(t, dtype=grad_dtype) for t in (q, k, v))
+        return dq, dk, dv, _of_sinks_alone(sinks, dlse, args.cu_seqlens_q)
     if (dout.data_ptr() | out.data_ptr()) & 15:  # the plan's key has the alignment of q, k and v only
         dout, out = dout.clone(), out.clone()
     offsets = None
@@ -84,15 +85,19 @@ def backward(
     kind, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if args.causal else mask
-        element, reads = element_of(mask, *q.shape[:2], offsets)
-        kind = BlockKind(*mask.blocksize, element)
-    packed, mod, of_captured, slots = args.packed, None, (), ()
+        element, reads = element_of(mask, q.shape[0], q.shape[1], offsets)
+        kind = BlockKind(mask.blocksize[0], mask.blocksize[1], element)
+    packed, mod = args.packed, None
+    slots: tuple = ()
+    of_captured: Any = ()
     if score is not None:
-        slots = tuple(sorted(sums or ()))
+        sums = sums or {}
+        slots = tuple(sorted(sums))
         mod, of_captured = score.mod.kept_inside if packed else score.mod, [sums[slot] for slot in slots]
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
-    key = args[VALUES], kind, mod, slots, of_sinks, grad_dtype, shapes, forced_path()
+    values: Any = args[VALUES]
+    key = values, kind, mod, slots, of_sinks, grad_dtype, shapes, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
@@ -109,28 +114,29 @@ def backward(
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
     captured = None if score is None else score.reads, of_captured
     device = plan.device
-    rows, sums, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
-    order = (turns,)
+    rows, dq_accum, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
+    order: tuple = (turns,)
     if plan.facts.path == "sm_90":
         order = *order, zeros(device, 1, torch.int32)  # the tile counter
     blocks = None
     if mask is not None:
         listed = ranks_of(mask) if plan.facts.deterministic else kv_order(mask, q.shape, k.shape[1], plan.facts)
         blocks = *lists_of(mask), listed, *reads
-    sink_sums = None
+    sink_sums: Any = None
     if sinks is not None:
         sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
     scalars = plan.scalars
     if plan.facts.offsets:
         scalars = *scalars[:OFFSETS], offsets, *scalars[OFFSETS + 1 :]
-    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, sums, turns, sinks, sink_sums)
-    plan.function(q, k, v, dout, dk, dv, rows, sums, *order, *cu_seqlens, blocks, *captured, *scalars)
-    plan.convert(sums, cu_seqlens[0], dq, plan.scale)
+    plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, dq_accum, turns, sinks, sink_sums)
+    plan.function(q, k, v, dout, dk, dv, rows, dq_accum, *order, *cu_seqlens, blocks, *captured, *scalars)
+    plan.convert(dq_accum, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
-    return *gradients, sink_sums
+    dq, dk, dv = gradients
+    return dq, dk, dv, sink_sums
 
 
 def plan_backward(
@@ -140,7 +146,8 @@ def plan_backward(
 
     score_and_mask: these fields of BackwardFacts.
     """
-    (q, k, v), cu_q, kind = args[:3], args.cu_seqlens_q, score_and_mask["blocks"]
+    (q, k, v), kind = args[:3], score_and_mask["blocks"]
+    cu_q: Any = args.cu_seqlens_q
     spec, sms = device_arch(q.get_device())
     bounds = (None, None) if kind else window_bounds(args.window_size, args.causal)
     # Without one of them nothing depends on positions
@@ -155,7 +162,7 @@ def plan_backward(
         window=WindowKind(*(bound is not None for bound in bounds)),
         softcap=args.softcap is not None,
         packed=args.packed,
-        deterministic=args.deterministic,
+        deterministic=bool(args.deterministic),
         offsets=positions and (args.q_offset is not None or args.k_offset is not None),
         grad_dtype=None if grad_dtype is None else NAMES[grad_dtype],
         **score_and_mask,
@@ -184,7 +191,7 @@ def plan_backward(
     scale_log2, cap = scalars_of(plan.scale, args.softcap, args.score_mod is not None)
     if kind is None:  # a row is at most Sk from its first column and Sq from its last one
         limits = (MOST, MOST) if facts.offsets else (cols, length)
-        bounds = tuple(min(bound or 0, n) for bound, n in zip(bounds, limits, strict=True))
+        bounds = min(bounds[0] or 0, limits[0]), min(bounds[1] or 0, limits[1])
     plan.scalars = scale_log2, cap, plan.scale, *bounds, None
     if facts.path == "sm_90":
         plan.scalars += (sms * facts.config.ctas,)  # CTAs resident at the same time

@@ -26,7 +26,7 @@ class Plan(CallPlan):
     staged: bool = False  # True if the kernel writes a contiguous result that is then copied to out
     uneven_ctas: int | None = 1  # max_ctas of a block-sparse GEMM whose block rows differ in length
     family: Any = None  # of a block-sparse GEMM's kernel
-    tiles: tuple = ()  # with more work tiles than workers: sparse_collective.bsr_gemm.tile_order's Tiles, to order them
+    tiles: Any = ()  # with more work tiles than workers: sparse_collective.bsr_gemm.tile_order's Tiles, to order them
     split_blocks: bool = False  # block-sparse GEMM: True if values are multiplied in three parts, see precision
     unfused: bool = False  # gated GEMM: True if torch computes the gate of a plain GEMM
     ordered: tuple | None = None  # (function with an order of work tiles, tiles, CTAs), made when first needed

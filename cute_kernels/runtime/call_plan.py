@@ -31,7 +31,7 @@ class CallPlan:
     out_shape: tuple
     out_dtype: torch.dtype
     device: torch.device
-    function: Callable | None = None
+    function: Any = None  # a Callable, or None
     facts: Any = None  # kernel parameters
     notes: list[str] = field(default_factory=list)
     views: tuple = ()  # per tensor of the call: None, or a function that returns the kernel's view

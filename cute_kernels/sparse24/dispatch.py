@@ -114,8 +114,9 @@ def _plan_kernel(plan: Plan, args: GemmArgs, spec) -> None:
     a, b = args.a, args.b
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if args.out is None else args.out
     of_b = along_k("b", b, None, plan, False) if a.dtype in FLOAT8 else None
-    layouts = tuple(layout_of_tensor(t) for t in (a.values, b if of_b is None else of_b(b), d))
-    majors = tuple(major(lay, names) for lay, names in zip(layouts, (("m", "k"), ("k", "n"), ("m", "n")), strict=True))
+    read_b = b if of_b is None else of_b(b)
+    layouts = layout_of_tensor(a.values), layout_of_tensor(read_b), layout_of_tensor(d)
+    majors = major(layouts[0], ("m", "k")), major(layouts[1], ("k", "n")), major(layouts[2], ("m", "n"))
     if spec.residual is not None:
         spec = replace(spec, residual=major(layout_of_tensor(args.residual), ("m", "n")))
     views = {"b": of_b, "bias": None if args.bias is None else bias_view(args.bias)}
@@ -123,10 +124,10 @@ def _plan_kernel(plan: Plan, args: GemmArgs, spec) -> None:
     names = [name for name, t in zip(GemmArgs._fields, args.tensors, strict=False) if name == "out" or t is not None]
     names = names[1:]
     plan.views = launch_views(names, views, [name for name in names if name != "residual" or spec.residual])
-    names = NAMES_OF_OPERANDS[a.dtype], NAMES[plan.out_dtype]
+    dtypes = NAMES_OF_OPERANDS[a.dtype], NAMES[plan.out_dtype]
     (M, N), K = plan.out_shape, a.shape[1]
     problem = Problem(
-        Extents(M, N, K), *names, layouts, majors, (2, 2, 2), spec, structured=True,
+        Extents(M, N, K), *dtypes, layouts, majors, (2, 2, 2), spec, structured=True,
         use_fast_accum=args.use_fast_accum,
     )  # fmt: skip
     arch, sms = device_arch(a.values.get_device())
