@@ -16,6 +16,7 @@ Only runs of the whole suite are shortened: `pytest FILE`, `-k` and `-m` run wha
 import functools
 import hashlib
 import inspect
+import re
 import types
 import warnings
 from collections import defaultdict
@@ -35,6 +36,7 @@ COMPILE = {"compile_kernel", "compile_for", "inspect_kernel", "inspect_compiled"
 COMPILE |= {"Emulated", "emulated", "emulate_entry", "on_emulator"}
 TORCH_COMPILES = {"compile", "opcheck"}
 COMPILING_FIXTURES = {"outcome_of", "emulator"}
+TEST_MODULE = re.compile(r"tests\.(\w+\.)?test_")
 MARKS = ("sm_80", "sm_86", "sm_89", "sm_90")
 
 
@@ -68,7 +70,7 @@ def compiles(function) -> bool:
         todo += [
             other
             for other in others
-            if isinstance(other, types.FunctionType) and other.__module__.startswith("tests.test_")
+            if isinstance(other, types.FunctionType) and TEST_MODULE.match(other.__module__ or "")
         ]
     return False
 
