@@ -362,15 +362,15 @@ def test_bsr_linear(device, backend, checked):
 @ON
 def test_a_graph_finds_what_was_learnt_of_a_pattern(device, backend, monkeypatch):
     """Evenness and plans belong to the index tensors, so they outlive the matrix that a graph makes for each call."""
-    met, make = [], sparse_torch_op._matrix
-    monkeypatch.setattr(sparse_torch_op, "_matrix", lambda *args: met.append(make(*args)) or met[-1])
+    met, make = [], BsrMatrix._of_op
+    monkeypatch.setattr(BsrMatrix, "_of_op", lambda *args: met.append(make(*args)) or met[-1])
     x, W = operands(bsr_linear, weights(device, "uniform"), 8)
     W.check_indices()
     compiled(lambda x: bsr_linear(x, W), backend)(x)
     found = met[-1]
     assert W.even and W.stats.listed is not None
     assert found is not W and (found.even, found.stats) == (True, W.stats) and found.pattern is W.pattern
-    other = make(False, W.crow_indices.clone(), W.col_indices, W.values, W.shape[1], False)
+    other = make(W.crow_indices.clone(), W.col_indices, W.values, W.shape[1], False, None)
     assert not other.even and other.stats.listed is None and other.pattern is not W.pattern
 
 
