@@ -6,8 +6,8 @@ ops' schema, the key and the tensors of the plan cache, and what autograd keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -81,15 +81,3 @@ FORWARD_ONLY = {
     "seqused_k", "page_table", "q_descale", "k_descale", "v_descale", "return_lse", "use_fast_accum",
 }  # fmt: skip
 BACKWARD_TERMS = tuple(name for name in TERMS if name not in FORWARD_ONLY)
-
-SCHEMA_TYPES = {
-    Tensor | None: "Tensor?", bool: "bool", bool | None: "bool?", float | None: "float?", int | None: "SymInt?",
-    Window: "SymInt[]?",  # -1 for no bound
-}  # fmt: skip
-
-
-def schema(names: Iterable[str], with_defaults: bool = True) -> str:
-    """The arguments of these names in the syntax of torch.library."""
-    types, defaults = get_type_hints(AttentionArgs), AttentionArgs._field_defaults
-    end = "={}" if with_defaults else ""
-    return ", ".join(f"{SCHEMA_TYPES[types[name]]} {name}{end.format(defaults[name])}" for name in names)

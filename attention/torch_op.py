@@ -16,13 +16,14 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from cute_kernels.checks import check_no_grad, watched
 from cute_kernels.dtypes import accumulator, default_out_dtype
+from cute_kernels.runtime.arguments import terms_of
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.front import check_traced, undisturbed
 from cute_kernels.runtime.library import call, define, register
 from sparse_collective.bsr import BsrMatrix
 
 from . import checks, dispatch, flops, gradients
-from .arguments import BACKWARD_TERMS, TERMS, AttentionArgs, schema
+from .arguments import BACKWARD_TERMS, TERMS, AttentionArgs
 from .block_sparse import as_block_mask
 from .masks import cache, convert, mask_text
 from .masks.block_mask import BlockMask
@@ -59,10 +60,9 @@ class Op:
         self.terms_at = self.score_at + SCORE_PARTS * scored
         inputs = ", ".join([QKV] + [MASK] * masked + [SCORE] * scored)
         gradient = self.save, self.gradients
-        register(
-            self.name, inputs, schema(TERMS), self.run, self.fake, more="Tensor", gradient=gradient, flops=self.flops
-        )
-        terms = ", ".join([MASK] * masked + [SCORE, "bool[] wanted"] * scored + [schema(BACKWARD_TERMS, False)])
+        forward, read = terms_of(AttentionArgs, TERMS), terms_of(AttentionArgs, BACKWARD_TERMS, False)
+        register(self.name, inputs, forward, self.run, self.fake, more="Tensor", gradient=gradient, flops=self.flops)
+        terms = ", ".join([MASK] * masked + [SCORE, "bool[] wanted"] * scored + [read])
         results = "Tensor, Tensor, Tensor, Tensor" + ", Tensor[]" * scored
         backward = f"{self.public}_backward{scored_name}"
         define(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .runtime.torch_compat import has_memory
+
 EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a table of blocks
 CELLS = ("  ", "░░", "██")
 COLORS = {PARTIAL: "#9ecae1", FULL: "#0072b2"}
@@ -53,8 +55,8 @@ def svg_of(table: Tensor) -> str:
 class Pictured:
     """Mixin of print(), the display in notebooks, and plot(), for objects with a pattern of blocks.
 
-    A subclass has `_tables() -> (Tensor, name)`: int tables (pictures, rows, columns) of EMPTY, PARTIAL and FULL on
-    the CPU, and what a picture is of, such as "batch item". It may synchronize.
+    A subclass has `_tables() -> (Tensor, name)`: int8 tables (pictures, rows, columns) of EMPTY, PARTIAL and FULL on
+    its device, and the name of what one picture shows, such as "batch item".
     """
 
     __slots__ = ()
@@ -66,16 +68,12 @@ class Pictured:
         """(the first table, a caption); None if the tensors have no data (meta, fake) or a CUDA graph is captured."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None  # a synchronization would end the capture
-        try:
-            tables, name = self._tables()
-            tables.tolist()
-        except (NotImplementedError, RuntimeError):
-            return None
-        if not len(tables):
+        tables, name = self._tables()
+        if not has_memory(tables) or not len(tables):
             return None
         stored = (tables != EMPTY).float().mean().item() if tables.numel() else 0.0
         rest = f"; the first {name} of {len(tables)}" if len(tables) > 1 else ""
-        return tables[0], f"{tables.shape[1]} x {tables.shape[2]} blocks, {100 * stored:.3g} % stored{rest}"
+        return tables[0].cpu(), f"{tables.shape[1]} x {tables.shape[2]} blocks, {100 * stored:.3g} % stored{rest}"
 
     def __str__(self) -> str:
         shown = self._shown()

@@ -349,8 +349,8 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         return f"{type(self).__name__}({facts}, {types})"
 
     def _tables(self) -> tuple[Tensor, str]:
-        stored = self.pattern.mask().view(-1, self.n_block_rows, self.n_block_cols)
-        return (FULL * stored.to(torch.int8)).cpu(), "matrix"
+        table = FULL * self.pattern.mask().to(torch.int8)
+        return table.view(-1, self.n_block_rows, self.n_block_cols), "matrix"
 
     def __copy__(self) -> BsrMatrix:
         return self._mapped(lambda values: values)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-from cute_kernels.picture import EMPTY, FULL, PARTIAL, Pictured
+from cute_kernels.picture import FULL, PARTIAL, Pictured
 from cute_kernels.runtime.derived import Derived
 from sparse_collective.bsr import BsrMatrix
 from sparse_collective.checks import describe, is_strided, pair
@@ -449,9 +449,8 @@ class BlockMask(Pictured):
         return f"{type(self).__name__}({facts}, mask_mod={name}, device='{self.device}')"
 
     def _tables(self) -> tuple[Tensor, str]:
-        partial, full = self.tables()
-        table = torch.where(full, FULL, torch.where(partial, PARTIAL, EMPTY)).to(torch.int8)
-        return table.flatten(0, 1).cpu(), "batch item and head"
+        partial, full = (listed.to(torch.int8) for listed in self.tables())
+        return (PARTIAL * partial + FULL * full).flatten(0, 1), "batch item and head"
 
     def __reduce__(self) -> tuple:
         return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)

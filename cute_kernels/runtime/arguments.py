@@ -7,7 +7,7 @@ are generated as text, as in dataclasses.
 
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from .device import forced_path
 
-SCHEMA_TYPES = {Tensor: "Tensor", str: "str", bool: "bool", float: "float", torch.dtype: "ScalarType", Callable: "str"}
+SCHEMA_TYPES = {
+    Tensor: "Tensor", str: "str", bool: "bool", float: "float", torch.dtype: "ScalarType", Callable: "str",
+    int: "SymInt", Sequence[int | None]: "SymInt[]",  # None in a sequence is -1
+}  # fmt: skip
 
 
 def schema_types(arguments: Any) -> dict[str, str]:
@@ -29,10 +32,10 @@ def schema_types(arguments: Any) -> dict[str, str]:
     return found
 
 
-def terms_of(arguments: Any, names: Iterable[str]) -> str:
-    """Arguments of these names, with their defaults, in schema syntax."""
+def terms_of(arguments: Any, names: Iterable[str], with_defaults: bool = True) -> str:
+    """Arguments of these names, with their defaults or without, in schema syntax."""
     kinds, defaults = schema_types(arguments), arguments._field_defaults
-    return ", ".join(f"{kinds[name]} {name}={defaults[name]}" for name in names)
+    return ", ".join(f"{kinds[name]} {name}" + f"={defaults[name]}" * with_defaults for name in names)
 
 
 def with_keywords(

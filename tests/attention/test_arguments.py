@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from attention import attention, attention_backward, block_sparse_attention, dispatch, ops, patterns, shards
-from attention.arguments import BACKWARD_TERMS, TERMS, AttentionArgs, schema
+from attention.arguments import BACKWARD_TERMS, TERMS, AttentionArgs
 from attention.backward import dispatch as backward
 from attention.masks.score_mods import RelativeBias
 from bench.host import launches_replaced
 from cute_kernels.runtime import families
+from cute_kernels.runtime.arguments import terms_of
 
 OPS = pytest.mark.parametrize("op", [attention, block_sparse_attention, attention_backward], ids=lambda op: op.__name__)
 
@@ -34,7 +35,7 @@ def test_every_argument_reaches_its_field(op, monkeypatch):
 
 
 def test_the_schema_has_every_argument():
-    terms = schema(TERMS).split(", ")
+    terms = terms_of(AttentionArgs, TERMS).split(", ")
     assert [term.partition("=")[0].split()[1] for term in terms] == list(TERMS)
     assert "SymInt[]? window_size=None" in terms and "bool causal=False" in terms
     operands = {"q", "k", "v", "out", "block_mask", "score_mod"}

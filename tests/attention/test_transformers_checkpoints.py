@@ -10,9 +10,11 @@ from attention.integrations.transformers import BlockSparseConfig, prepare_savin
 from sparse_collective.nn import (  # noqa: E402
     BsrLinear,
     Float8BsrLinear,
+    Sparse24Config,
     SparsityConfig,
     SwiGLU,
     prune_,
+    prune_2_4_,
     quantize_,
     sparsify_,
 )
@@ -58,7 +60,7 @@ def test_saved_and_loaded(dense, tmp_path):
     found = load(tmp_path / "sparse")
     assert torch.equal(logits(found), logits(model))
     recorded = json.loads((tmp_path / "sparse/config.json").read_text())["quantization_config"]
-    assert recorded["quant_method"] == "cute_kernels" and len(recorded["layers"]) == 6
+    assert set(recorded) == {"quant_method", "layers"} and len(recorded["layers"]) == 6
 
     prune_(found.model.layers[1].mlp.up_proj, 0.25)  # then it has another number of blocks
     found.save_pretrained(tmp_path / "pruned")
@@ -92,7 +94,14 @@ def test_what_is_not_supported(dense):
     model = load(dense)
     mlp = model.model.layers[0].mlp
     model.model.layers[0].mlp = SwiGLU.from_linears(mlp.gate_proj, mlp.up_proj, mlp.down_proj, (32, 32), 0.5)
-    with pytest.raises(TypeError, match="mlp.gate_up is a GatedBsrLinear, which from_pretrained cannot make"):
+    with pytest.raises(TypeError, match="mlp.gate_up is a GatedBsrLinear with a gate, which from_pretrained"):
+        prepare_saving(model)
+    quantize_(model)  # a gated FP8 layer, which an ungated one of the same class cannot stand for
+    with pytest.raises(TypeError, match="mlp.gate_up is a Float8BsrLinear with a gate"):
+        prepare_saving(model)
+    model = load(dense)
+    prune_2_4_(model, Sparse24Config(dense=True), lambda module, fqn: ".up_proj" in fqn)
+    with pytest.raises(TypeError, match="mlp.up_proj is a Sparse24Linear, which"):
         prepare_saving(model)
     with pytest.raises(ValueError, match="accepts no layer|no nn.Linear|filter"):
         load(dense, quantization_config=BlockSparseConfig((32, 32), 0.5, modules=["*.nothing"]))

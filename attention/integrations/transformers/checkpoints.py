@@ -7,6 +7,7 @@ and prunes it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparse_collective.nn import BsrLinear, Float8BsrLinear, Float8Config, SparsityConfig, quantize_, sparsify_
+from sparse_collective.nn.inference import InferenceLinear
+from sparse_collective.nn.module import BsrModule
 
 METHOD = "cute_kernels"
 KINDS = {"BsrLinear": BsrLinear, "Float8BsrLinear": Float8BsrLinear}
@@ -30,8 +33,8 @@ class BlockSparseConfig(QuantizationConfigMixin):
         density: the share of blocks that are kept, in [0, 1].
         modules: patterns of layer names, as in a shell: layers that fit one of them are replaced.
         float8: also quantize the pruned layers, for inference.
-        layers: the layers of a saved model, by name; save_pretrained writes it. With it the other arguments only
-            describe how the model was made.
+        layers: the layers of a saved model, by name; save_pretrained writes them. With them the other arguments have
+            no meaning, and are not saved.
 
     Raises:
         ValueError, TypeError: as SparsityConfig does.
@@ -53,6 +56,12 @@ class BlockSparseConfig(QuantizationConfigMixin):
         self.blocksize, self.density = list(blocksize), density
         self.modules, self.float8, self.layers = list(modules), float8, layers
 
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a model's config: the recorded layers alone, if there are any."""
+        if self.layers is None:
+            return super().to_dict()
+        return {"quant_method": self.quant_method, "layers": copy.deepcopy(self.layers)}
+
     def fits(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.modules)
 
@@ -65,14 +74,15 @@ def layers_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, (BsrLinear, Float8BsrLinear)):
+        if not isinstance(module, (BsrModule, InferenceLinear)):
             continue
-        kind = type(module).__name__
-        if kind not in KINDS:
+        kind, gated = type(module).__name__, getattr(module, "gated", False)
+        if kind not in KINDS or gated:
             raise TypeError(
-                f"{name} is a {kind}, which from_pretrained cannot make; save the model with torch.save, or convert "
-                "the layer with densify_"
+                f"{name} is a {kind}{' with a gate' * gated}, which from_pretrained cannot make; save the model's "
+                "state_dict() with torch.save"
             )
+        assert isinstance(module, (BsrLinear, Float8BsrLinear))  # KINDS
         found[name] = {"kind": kind, "blocksize": list(module.blocksize), "nnz": len(module.values)}
         if module.activation is not None:
             found[name]["activation"] = module.activation
