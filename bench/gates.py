@@ -118,8 +118,8 @@ def counters() -> Gate:
 GATES: dict[str, Callable[[], Gate]] = {
     "resources": resources,
     "correctness": partial(run_tests, "correctness", "gpu", CORRECTNESS, min(MOST_JOBS, os.cpu_count() or 1)),
-    "determinism": partial(run_tests, "determinism", "determinism", ["determinism"], 0),
-    "stability": partial(run_tests, "stability", "stability", ["stability"], 0),
+    "determinism": partial(run_tests, "determinism", "determinism", ["test_determinism"], 0),
+    "stability": partial(run_tests, "stability", "stability", ["test_stability"], 0),
     "speed": speed,
     "counters": counters,
     "sanitizer": sanitize,

@@ -35,6 +35,12 @@ SMALL = [  # every op
 ]
 
 
+@pytest.mark.parametrize("name", ["correctness", "determinism", "stability"])
+def test_the_files_of_a_gate_exist(name):
+    files = gates.GATES[name].args[2]
+    assert files and all((gpu_record.ROOT / "tests" / f"{file}.py").is_file() for file in files)
+
+
 @pytest.mark.parametrize("case", on_paths(SMALL, ("sm_80", "sm_90")), ids=lambda case: case.name)
 def test_a_wrong_element_is_found(emulated, case):
     """Planted: 1e-2 in one element; and an element that is never written. A second run is right again."""
