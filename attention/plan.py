@@ -28,7 +28,7 @@ LOG2E = 1.4426950408889634
 OFFSETS = 4  # index of (q_offset, k_offset) in FlashPlan.scalars of a forward kernel
 
 
-@dataclass
+@dataclass(repr=False)
 class FlashPlan(CallPlan):
     """The kernel of an attention call and its launch parameters."""
 

@@ -52,6 +52,19 @@ def svg_of(table: Tensor) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect {size} fill="#f4f4f4" stroke="#999"/>{cells}</svg>'
 
 
+def axes_of(ax: Any) -> Any:
+    """`ax`, or matplotlib axes of a new figure if it is None.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+    return pyplot.subplots()[1] if ax is None else ax
+
+
 class Pictured:
     """Mixin of print(), the display in notebooks, and plot(), for objects with a pattern of blocks.
 
@@ -102,16 +115,13 @@ class Pictured:
         Example:
             W.plot().figure.savefig("pattern.png")
         """
-        try:
-            from matplotlib import pyplot
-            from matplotlib.colors import ListedColormap
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         shown = self._shown()
         if shown is None:
             raise ValueError(f"{self!r} has no data to plot")
+        ax = axes_of(ax)
+        from matplotlib.colors import ListedColormap
+
         table, caption = shown
-        ax = pyplot.subplots()[1] if ax is None else ax
         ax.imshow(
             table, cmap=ListedColormap(["#f4f4f4", *COLORS.values()]), vmin=EMPTY, vmax=FULL, interpolation="none"
         )

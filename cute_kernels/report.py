@@ -27,7 +27,7 @@ regs: registers per thread at launch; on the sm_90 path setmaxnreg then moves th
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KernelReport:
     """Resources of one compiled kernel; str() formats them."""
 
@@ -42,8 +42,8 @@ class KernelReport:
     opcodes: Mapping[str, int]  # number of occurrences of each instruction in the code
     problems: tuple[str, ...]  # reasons not to ship the kernel
     facts: Any  # kernel parameters
-    cubin: bytes = field(repr=False, compare=False)  # the machine code, an ELF file
-    ptx: str = field(repr=False, compare=False)
+    cubin: bytes = field(compare=False)  # the machine code, an ELF file
+    ptx: str = field(compare=False)
 
     @property
     def sass(self) -> str:
@@ -61,6 +61,8 @@ class KernelReport:
             *(f"problem: {problem}" for problem in self.problems),
         ]
         return "\n  ".join(lines)
+
+    __repr__ = __str__
 
 
 def report_of_kernel(facts: Any) -> KernelReport:

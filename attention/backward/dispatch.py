@@ -36,7 +36,7 @@ OFFSETS = 5  # index of (q_offset, k_offset) in BackwardPlan.scalars
 _PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
 
 
-@dataclass
+@dataclass(repr=False)
 class BackwardPlan(CallPlan):
     """The kernels of a backward pass and their launch parameters. `function` and `facts` are the main kernel's."""
 

@@ -17,7 +17,7 @@ from ..tile.element import VECTOR_BYTES
 MOST_SCALE_STRIDE = (2**31 - 1) // (4 * 255)
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan(CallPlan):
     """The plan of a GEMM call."""
 

@@ -20,7 +20,7 @@ MOST_APART = 64  # distances of interleaved views per plan
 MOST_RECENT = 8  # plans with the same terms, compared one after another, 0.15 us each
 
 
-@dataclass
+@dataclass(repr=False)
 class CallPlan:
     """All that a call needs besides tensors and scalars. It depends on metadata, never on contents or addresses.
 
@@ -75,6 +75,8 @@ class CallPlan:
         else:
             lines += [f"path: {self.facts.path}, compiled for {self.facts.arch}", *self.kernel_lines()]
         return "\n  ".join(lines + self.notes)
+
+    __repr__ = __str__
 
 
 def layout_of(shape: Sequence[int], dtype: torch.dtype) -> tuple:

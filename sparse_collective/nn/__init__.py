@@ -6,6 +6,7 @@ SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
 quantize_                       quantize their weights to FP8, for inference: Float8BsrLinear, Float8SwiGLU
 mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
 sparsify_, densify_             swap the linear layers of a model, and back
+sparsity                        the block-sparse layers of a model, as a table, in notebooks and as a chart
 prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training
 """
 
@@ -18,9 +19,9 @@ from .linear import BsrLinear
 from .pruning.pattern import CubicSchedule, carry_optimizer_state, change_pattern_, cosine_fraction, prune_
 from .pruning.prune24 import Masked24BsrLinear, Masked24Linear, Sparse24Config, mask_2_4_, prune_2_4_
 from .pruning.scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
+from .report import Change, Report, sparsity
 from .sparsify import SparsityConfig, densify_, sparsify_
 from .structured import Bsr24Linear, Sparse24Linear
-from .swap import Change, Report
 from .to_fp8 import Float8Config, quantize_
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "prune_2_4_",
     "quantize_",
     "sparsify_",
+    "sparsity",
 ]

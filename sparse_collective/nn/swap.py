@@ -1,71 +1,22 @@
-"""Selection of a model's layers by a filter, and a report of the changes."""
+"""Selection of a model's layers by a filter, and their replacement."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .inference import InferenceLinear
 from .module import BsrModule
+from .report import Change, Report, size_of
 
-__all__ = ["Change", "FilterFn", "Report", "expert_parameters", "select", "swap_layers"]
+__all__ = ["Change", "FilterFn", "Report", "expert_parameters", "select", "size_of", "swap_layers"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]  # (module, fully qualified name) -> True to change it
 SHOWN = 3  # names in a message
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's attributes of hooks
-
-
-@dataclass(frozen=True)
-class Change:
-    """One layer: what became of it, or in `skipped` why nothing."""
-
-    name: str
-    shape: tuple[int, ...]  # (M, K); of experts (E, ...)
-    before: int  # parameters
-    after: int
-    stored: int = 0  # blocks; none of a layer without blocks
-    blocks: int = 0
-    skipped: str = ""
-
-    @property
-    def density(self) -> float:
-        return self.stored / max(1, self.blocks)
-
-
-@dataclass(repr=False)
-class Report:
-    """Layers that sparsify_, densify_, mask_2_4_, prune_2_4_ or quantize_ changed or skipped; prints as a table."""
-
-    changes: list[Change] = field(default_factory=list)
-
-    @property
-    def changed(self) -> list[Change]:
-        return [c for c in self.changes if not c.skipped]
-
-    @property
-    def skipped(self) -> list[Change]:
-        return [c for c in self.changes if c.skipped]
-
-    def __str__(self) -> str:
-        rows = [("layer", "shape", "density", "blocks", "parameters", "")]
-        for c in self.changes:
-            shape = " x ".join(map(str, c.shape))
-            if c.skipped:
-                rows.append((c.name, shape, "-", "-", f"{c.before:,}", f"skipped: {c.skipped}"))
-            else:
-                density, blocks = (f"{c.density:.3f}", f"{c.stored} of {c.blocks}") if c.blocks else ("-", "-")
-                rows.append((c.name, shape, density, blocks, f"{c.before:,} -> {c.after:,}", ""))
-        before, after = (sum(getattr(c, name) for c in self.changes) for name in ("before", "after"))
-        rows.append((f"{len(self.changed)} of {len(self.changes)} layers", "", "", "", f"{before:,} -> {after:,}", ""))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-    __repr__ = __str__
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -172,10 +123,3 @@ def skipped(name: str, layer: nn.Module, why: str) -> Change:
 
 def shape_of(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
-
-
-def size_of(layer: nn.Module) -> int:
-    """Numbers that are stored: values and biases."""
-    if isinstance(layer, InferenceLinear):
-        return layer.values.numel() + (0 if layer.bias is None else layer.bias.numel())
-    return sum(p.numel() for p in layer.parameters())
