@@ -28,9 +28,10 @@ from cute_kernels.runtime.graphs import lasting_memory
 from cute_kernels.runtime.torch_compat import in_graph_trace
 
 from . import checks as arguments
-from .conversions import Conversions, bits, of_bits
+from .conversions import Balance, Conversions, bits, of_bits
 from .like_tensor import LikeTensor
 from .pattern import Pattern, pattern_of, patterns_of
+from .splits import split
 
 __all__ = ["BsrMatrix"]
 
@@ -268,6 +269,29 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         base = None if self.base is None else self.base.holding(stored)
         other.__dict__.update(self.__dict__, stored=stored, base=base)
         return other
+
+    def split(self, dim: int, parts: int | Sequence[int], *, balance: Balance = "extent") -> list[BsrMatrix]:
+        """Split into matrices of contiguous block rows (dim 0) or block columns (dim 1). Differentiable.
+
+        Block rows of one matrix share `values` and `col_indices` with it; other parts are copies. Synchronizes.
+
+        Args:
+            dim: 0 or 1, of a batch 1 or 2; negative ones count from the end.
+            parts: number of parts, or their sizes in blocks, which add up to M / bm or K / bk.
+            balance: with a number of parts: "extent" for sizes that differ by at most one, "blocks" for parts that
+                store about equally many blocks.
+
+        Raises:
+            IndexError: dim is out of range.
+            ValueError: dim is the batch's, sizes do not add up, or balance is unknown.
+
+        Example::
+
+            W = random_bsr(512, 256, (64, 64), 0.5)
+            top, bottom = W.split(0, 2)
+            y = torch.cat([bsr_linear(x, top), bsr_linear(x, bottom)], -1)  # bsr_linear(x, W)
+        """
+        return split(self, dim, parts, balance)
 
     def check_indices(self) -> None:
         """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.

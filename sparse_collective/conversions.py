@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from cute_kernels.fp8.quantize import quantize
 from . import checks as arguments
 from .bsr24.matrix import Bsr24, pruned
 from .like_tensor import LikeTensor
+
+Balance = Literal["extent", "blocks"]  # of `split`
 
 
 class Conversions(LikeTensor):

@@ -1,0 +1,14 @@
+"""Block-sparse matrices and layers over several GPUs, on torch.distributed.
+
+distribute_bsr                        this rank's block rows or columns of a matrix
+BsrColwiseParallel, BsrRowwiseParallel   styles for torch.distributed.tensor.parallel.parallelize_module
+deal_hidden                           which hidden features each rank gets, by stored blocks
+
+FSDP2 (fully_shard) and DistributedDataParallel take the layers of sparse_collective.nn as they are.
+"""
+
+from .deal import Deal, deal_hidden
+from .matrix import distribute_bsr
+from .styles import BsrColwiseParallel, BsrRowwiseParallel
+
+__all__ = ["BsrColwiseParallel", "BsrRowwiseParallel", "Deal", "deal_hidden", "distribute_bsr"]

@@ -1,0 +1,53 @@
+"""A BsrMatrix over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..bsr import BsrMatrix
+from ..conversions import Balance
+from ..nn.shards import check_same, pattern_hash
+
+__all__ = ["distribute_bsr"]
+
+
+def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balance: Balance = "extent") -> BsrMatrix:
+    """Return this rank's part of a matrix that every rank holds, as torch's distribute_tensor places a tensor.
+
+    Nothing is sent but a hash of the pattern. Ranks must hold the same W: load it, or make it from one seed.
+
+    Args:
+        W: (M, K) or (L, M, K), the same on all ranks of the mesh.
+        mesh: DeviceMesh.
+        placements: one for each mesh dimension. Shard(0) gives each rank some block rows, Shard(1) some block columns
+            (of a batch Shard(1) and Shard(2)), contiguous and in the order of ranks; Replicate() all of them.
+        balance: see BsrMatrix.split.
+
+    Returns:
+        A BsrMatrix, differentiable with respect to W.values: x @ part.T for Shard(0) is this rank's part of the
+        features, for Shard(1) a summand of the result.
+
+    Raises:
+        ValueError: the number of placements is not the mesh's dimension, or a placement is neither Shard nor Replicate.
+        RuntimeError: ranks hold different patterns.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2,))
+        part = distribute_bsr(W, mesh, [Shard(0)])
+        y = bsr_linear(x, part)  # (..., M / 2): the features of this rank
+    """
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"distribute_bsr: {len(placements)} placements for a mesh of {mesh.ndim} dimensions")
+    for placement in placements:
+        if not (placement.is_shard() or placement.is_replicate()):
+            raise ValueError(f"distribute_bsr: {placement} is not supported; use Shard(dim) or Replicate()")
+    check_same(
+        "distribute_bsr", "the pattern", pattern_hash(*W.indices), mesh,
+        "load one matrix on all ranks, or make it from one seed",
+    )  # fmt: skip
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            W = W.split(placement.dim, mesh.size(dim), balance=balance)[mesh.get_local_rank(dim)]
+    return W

@@ -1,0 +1,345 @@
+"""Tensor-parallel layers: a layer whose weight is split over the ranks of a mesh, along its rows or its columns.
+
+parallelize_module makes them of layers, with the styles of styles.py. `values` is a DTensor of which each rank holds
+its own blocks. Ranks may hold different numbers of blocks: each has room for as many as the largest, with zeros behind
+its own. Indices are plain buffers of the rank's part; kernels run on local tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.runtime.torch_compat import is_dtensor
+
+from ..bsr import BsrMatrix
+from ..nn.gated import GatedBsrLinear, gated_linear
+from ..nn.grouped import BsrGroupedLinear
+from ..nn.linear import BsrLinear
+from ..nn.module import BsrModule
+from ..nn.parametrized import check_not_computed
+from ..nn.shards import bounds, check_same, pattern_hash
+from ..ops import bsr_grouped_linear, bsr_linear
+from ..pattern import Pattern
+from ..splits import submatrix_index
+from .deal import Deal
+from .exchange import columns_of, gather_columns
+
+__all__ = ["Placed", "TensorParallel", "parallelize"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Part of a layer that a rank holds, and the placements of its input and output.
+
+    dim: 0, block rows are dealt (column-wise parallel); 1, block columns (row-wise parallel).
+    mesh: one-dimensional DeviceMesh.
+    side: rows or columns of a block.
+    blocks: for each rank, the block rows or columns that its weight has, in their order.
+    in_order: True if ranks hold contiguous ranges in the order of ranks.
+    inputs, outputs: placements of x and of the result.
+    use_local_output: whether forward returns a torch.Tensor or a DTensor.
+    """
+
+    dim: int
+    mesh: Any
+    side: int
+    blocks: tuple[tuple[int, ...], ...]
+    in_order: bool
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    use_local_output: bool
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The blocks of this rank."""
+        return self.blocks[self.mesh.get_local_rank()]
+
+
+class TensorParallel(BsrModule):
+    """Mixin of the layers below. in_features and out_features are those of all ranks, `grid` is this rank's."""
+
+    place: Placed
+    global_crow_indices: Tensor  # buffers, not in the state under these names: the pattern of all ranks
+    global_col_indices: Tensor
+    bias: nn.Parameter | None
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        shape = [self.out_features, self.in_features]
+        shape[self.place.dim] = self.local_extent
+        return tuple(shape) if self.items is None else (self.items, *shape)
+
+    @property
+    def _pattern_shape(self) -> tuple[int, ...]:
+        shape = self.matrix_shape
+        return shape if self.crow_indices.dim() == 2 else shape[-2:]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        shape = self.matrix_shape
+        return shape[-2] // self.blocksize[0], shape[-1] // self.blocksize[1]
+
+    @property
+    def local_extent(self) -> int:
+        """Rows or columns of the weight that this rank holds."""
+        return self.place.side * len(self.place.own)
+
+    @property
+    def weight(self) -> BsrMatrix:
+        """This rank's part of the weight; gradients of its values go to the DTensor."""
+        values = own_part(self.values, -3, self.nnz)
+        kept: Any = self._weight
+        fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
+        if not fits or kept.stored.shape != values.shape:
+            self._weight = kept = self._learn(values.detach())
+        return kept.with_values(values)
+
+    def _adopt(self) -> None:
+        self._weight, self._checked = None, False  # `weight` checks the indices when it is first called
+
+    def local_forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
+        """The result of this rank's part: some features of the output, or a summand of it without bias."""
+        raise NotImplementedError
+
+    def own_bias(self) -> Tensor | None:
+        """The bias of this rank's features; None if it is added to the sum of all ranks."""
+        bias = self.bias
+        return None if bias is None or self.place.dim else own_part(bias, -1, self.local_extent)
+
+    def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
+        place = self.place
+        if place.dim == 0:
+            from torch.distributed.tensor import Partial
+
+            x = as_placed(x, place).redistribute(placements=replicate()).to_local(grad_placements=(Partial(),))
+            return column_output(self.local_forward(x, *routing, **options), place)
+        y = self.local_forward(row_input(x, self.place), *routing, **options)
+        return self.row_output(y)
+
+    def row_output(self, y: Tensor) -> Tensor:
+        """Sum the ranks' summands; then bias and activation, which apply to the sum."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        place = self.place
+        whole = DTensor.from_local(y, place.mesh, (Partial(),), run_check=False).redistribute(placements=place.outputs)
+        bias: Any = self.bias
+        if bias is None and self.activation is None:
+            return whole.to_local() if place.use_local_output else whole
+        z = whole.to_local()
+        if bias is not None and bias.dim() == 1:
+            own = own_part(bias, -1, bias.shape[-1])
+            # Ranks that hold different tokens each have a summand of the gradient.
+            z = z + (own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh))
+        z = z if self.activation is None else ACTIVATIONS[self.activation](z)
+        return z if place.use_local_output else DTensor.from_local(z, place.mesh, place.outputs, run_check=False)
+
+
+class SumGradient(torch.autograd.Function):
+    """The same tensor; its gradient is summed over the ranks of a mesh."""
+
+    @staticmethod
+    def forward(ctx, t, mesh):
+        ctx.mesh = mesh
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad, group=ctx.mesh.get_group())
+        return grad, None
+
+
+def replicate() -> tuple:
+    from torch.distributed.tensor import Replicate
+
+    return (Replicate(),)
+
+
+def as_placed(x: Any, place: Placed) -> Any:
+    """x as a DTensor, placed as the style says if it is a local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return x if is_dtensor(x) else DTensor.from_local(x, place.mesh, place.inputs, run_check=False)
+
+
+def column_output(y: Tensor, place: Placed) -> Any:
+    """y: this rank's features."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    wanted = place.outputs
+    local = features(wanted[0], y.dim() - 1)
+    if local and place.use_local_output:
+        return y
+    whole = DTensor.from_local(y, place.mesh, (Shard(y.dim() - 1),), run_check=False)
+    whole = whole if local else whole.redistribute(placements=wanted)
+    return whole.to_local() if place.use_local_output else whole
+
+
+def row_input(x: Any, place: Placed) -> Tensor:
+    """The columns of x that this rank's weight has.
+
+    Raises:
+        ValueError: x is a DTensor of features, and ranks do not hold them in order.
+    """
+    wanted, last = place.inputs[0], x.dim() - 1
+    if is_dtensor(x):
+        if features(wanted, last) and not place.in_order:
+            raise ValueError("x is a DTensor, whose features are in order, and the deal of this layer permutes them")
+        x = x if x.placements == place.inputs else x.redistribute(placements=place.inputs)
+    if features(wanted, last):
+        return x.to_local() if is_dtensor(x) else x
+    if wanted.is_replicate():
+        from torch.distributed.tensor import Partial
+
+        return columns_of(as_placed(x, place).to_local(grad_placements=(Partial(),)), place.own, place.side)
+    tokens = x.shape[wanted.dim] if is_dtensor(x) else place.mesh.size() * x.shape[wanted.dim]
+    x = x.to_local() if is_dtensor(x) else x
+    return gather_columns(x, wanted.dim, bounds(tokens, place.mesh.size()), place.blocks, place.side, place.mesh)
+
+
+def features(placement: Any, last: int) -> bool:
+    """True if a placement splits the last dimension."""
+    return placement.is_shard() and placement.dim in (-1, last)
+
+
+def own_part(t: Any, dim: int, size: int) -> Tensor:
+    """The first `size` entries of this rank's part of a DTensor; the others are zeros that fill its room."""
+    local = t.to_local() if is_dtensor(t) else t
+    return local if local.shape[dim] == size else local.narrow(dim, 0, size).contiguous()
+
+
+class ParallelBsrLinear(TensorParallel, BsrLinear):
+    """A BsrLinear over the ranks of a mesh."""
+
+    def local_forward(self, x: Tensor) -> Tensor:
+        return bsr_linear(x, self.weight, bias=self.own_bias(), activation=None if self.place.dim else self.activation)
+
+
+class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
+    """A GatedBsrLinear over the ranks of a mesh, whose hidden features are dealt."""
+
+    def local_forward(self, x: Tensor) -> Tensor:
+        W = self.weight
+        fused = not (self.training and (W.requires_grad or x.requires_grad))
+        return gated_linear(x, W, self.own_bias(), self.activation, fused)
+
+
+class ParallelBsrGroupedLinear(TensorParallel, BsrGroupedLinear):
+    """A BsrGroupedLinear over the ranks of a mesh: each rank holds a part of every expert."""
+
+    def local_forward(
+        self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None
+    ) -> Tensor:
+        return bsr_grouped_linear(
+            x, self.weight, offs=offs, expert_ids=expert_ids, group_rows=group_rows, bias=self.own_bias(),
+            activation=None if self.place.dim else self.activation,
+        )  # fmt: skip
+
+    def own_bias(self) -> Tensor | None:
+        """Also of row-wise layers: the first rank's summand has it, since each token takes its expert's."""
+        if self.bias is None or self.place.dim == 0:
+            return super().own_bias()
+        mesh = self.place.mesh
+        bias = SumGradient.apply(own_part(self.bias, -1, self.bias.shape[-1]), mesh)
+        return bias if mesh.get_local_rank() == 0 else bias * 0
+
+
+KINDS: dict[type, type] = {
+    BsrLinear: ParallelBsrLinear,
+    GatedBsrLinear: ParallelGatedBsrLinear,
+    BsrGroupedLinear: ParallelBsrGroupedLinear,
+}
+
+
+def parallelize(
+    layer: Any, dim: int, mesh: Any, deal: Deal, inputs: Any, outputs: Any, use_local_output: bool, src_data_rank: Any
+) -> BsrModule:
+    """Change a layer in place into its tensor-parallel form; every rank holds the whole layer before."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    style = "BsrRowwiseParallel" if dim else "BsrColwiseParallel"
+    check_layer(style, layer, dim, deal)
+    check_same(
+        style, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
+        "load one state on all ranks, or seed them alike before the model is made",
+    )  # fmt: skip
+    side, blocks = layer.blocksize[dim], deal.blocks(layer.blocksize[dim])
+    if dim and not inputs[0].is_shard(-1):  # empty block columns need no x
+        stored = set(layer.col_indices.unique().tolist())
+        blocks = [[block for block in own if block in stored] for own in blocks]
+    place = Placed(
+        dim, mesh, side, tuple(map(tuple, blocks)), deal.contiguous and deal.even, inputs, outputs, use_local_output
+    )
+    indices = indices_of(layer.pattern, place)
+    values = padded(layer.values.detach(), -3, [positions for _, _, positions in indices])
+    placed = distribute_tensor(values, mesh, [Shard(values.dim() - 3)], src_data_rank=src_data_rank)
+    bias: Any = getattr(layer, "bias", None)
+    if bias is not None:
+        whole = padded(bias.detach(), -1, features_of(place, bias.device)) if dim == 0 else bias.detach()
+        where = Shard(whole.dim() - 1) if dim == 0 else Replicate()
+        bias = distribute_tensor(whole, mesh, [where], src_data_rank=src_data_rank)
+    layer.register_buffer("global_crow_indices", layer.crow_indices, persistent=False)
+    layer.register_buffer("global_col_indices", layer.col_indices, persistent=False)
+    layer.__class__ = KINDS[type(layer)]
+    layer.__dict__["place"] = place
+    layer.crow_indices, layer.col_indices, _ = indices[mesh.get_local_rank()]
+    layer.values = nn.Parameter(placed, requires_grad=layer.values.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=layer.bias.requires_grad)
+    layer._random, layer._kept_pattern = False, None
+    layer._adopt()
+    return layer
+
+
+def indices_of(pattern: Pattern, place: Placed) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(crow_indices, col_indices, positions) of each rank's part of a pattern; see submatrix_index."""
+    device = pattern.col_indices.device
+    chosen = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in place.blocks]
+    return [submatrix_index(pattern, place.dim, blocks) for blocks in chosen]
+
+
+def features_of(place: Placed, device: torch.device) -> list[Tensor]:
+    """The rows or columns of the weight that each rank has."""
+    each = torch.arange(place.side, device=device)
+    chosen = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in place.blocks]
+    return [(blocks[:, None] * place.side + each).flatten() for blocks in chosen]
+
+
+def check_layer(style: str, layer: Any, dim: int, deal: Deal) -> None:
+    """Reject what cannot be split.
+
+    Raises:
+        TypeError: the layer is none of those in KINDS, its values are computed of another parameter, or it is sharded.
+        ValueError: the layer is on the meta device, its features are not the deal's, or it is gated and its columns
+            are dealt.
+    """
+    if type(layer) not in KINDS:
+        known = ", ".join(kind.__name__ for kind in KINDS)
+        raise TypeError(f"{style} takes {known}; got {type(layer).__name__}")
+    check_not_computed(style, layer)
+    if is_dtensor(layer.values):
+        raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
+    if layer.crow_indices.is_meta:
+        raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
+    if dim and getattr(layer, "gated", False):
+        raise ValueError(f"{style}: the gate of a GatedBsrLinear applies to whole rows; use BsrColwiseParallel")
+    extent = layer.in_features if dim else layer.out_features
+    if deal.features != extent:
+        what = "in_features" if dim else "rows of the weight"
+        raise ValueError(f"{style}: the deal is of {deal.features}, the layer has {extent} {what}")
+
+
+def padded(t: Tensor, dim: int, chosen: list[Tensor]) -> Tensor:
+    """The chosen entries of t along dim, rank after rank, each rank's filled up with zeros to as many."""
+    most = max(map(len, chosen))
+    shape = list(t.shape)
+    shape[dim] = most * len(chosen)
+    out = t.new_zeros(shape)
+    for rank, index in enumerate(chosen):
+        out.narrow(dim, rank * most, len(index)).copy_(t.index_select(dim, index))
+    return out

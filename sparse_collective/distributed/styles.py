@@ -1,0 +1,129 @@
+"""Parallel styles of torch.distributed.tensor.parallel for block-sparse layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from ..nn.module import BsrModule
+from .deal import Deal, evenly, least_unit
+from .parallel import parallelize
+
+__all__ = ["BsrColwiseParallel", "BsrRowwiseParallel"]
+
+
+class BsrColwiseParallel(ColwiseParallel):
+    """Deal the output features of a block-sparse layer to ranks, as torch's ColwiseParallel does for nn.Linear.
+
+    Takes BsrLinear, GatedBsrLinear and BsrGroupedLinear; any other module goes to torch's ColwiseParallel. `values`
+    becomes a DTensor, in which each rank's blocks follow those of the rank before; the layer stays an instance of its
+    class, and computes with this rank's part.
+
+    Args:
+        input_layouts: placement of x: Replicate() (the default), or Shard(dim) of its tokens, which are all-gathered
+            (sequence parallel).
+        output_layouts: placement of the result: Shard(-1) (the default), the rank's features; or Replicate().
+        use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
+        deal: the hidden features of each rank, of deal_hidden; without it ranks get ranges of equally many block rows,
+            or one more.
+
+    parallelize_module raises:
+        TypeError: the layer is sharded already.
+        ValueError: the layer does not fit the deal, or output_layouts need equal ranges of features.
+        RuntimeError: ranks hold different patterns.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2,))
+        parallelize_module(ffn, mesh, {"gate_up": BsrColwiseParallel(), "down": BsrRowwiseParallel()})
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        output_layouts: Any = None,
+        use_local_output: bool = True,
+        deal: Deal | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.deal = deal
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if not isinstance(module, BsrModule):
+            check_no_deal(self, module)
+            return super()._apply(module, device_mesh)
+        check_mesh(self, device_mesh)
+        unit = least_unit(module)
+        rows = module.out_features // (2 if getattr(module, "gated", False) else 1)
+        deal = evenly(rows // unit, unit, device_mesh.size()) if self.deal is None else self.deal
+        wanted = self.output_layouts[0]
+        if not (deal.contiguous and deal.even) and not (wanted.is_shard(-1) and self.use_local_output):
+            raise ValueError(
+                f"BsrColwiseParallel: output_layouts={wanted} with use_local_output={self.use_local_output} needs "
+                "ranks with equal, contiguous ranges of features; use Shard(-1) and a local output, or another deal"
+            )
+        return parallelize(
+            module, 0, device_mesh, deal.of_rows(module), self.input_layouts, self.output_layouts,
+            self.use_local_output, self.src_data_rank,
+        )  # fmt: skip
+
+
+class BsrRowwiseParallel(RowwiseParallel):
+    """Deal the input features of a block-sparse layer to ranks, as torch's RowwiseParallel does for nn.Linear.
+
+    Takes BsrLinear and BsrGroupedLinear; any other module goes to torch's RowwiseParallel. Each rank multiplies its
+    features of x with its block columns; the results are summed over ranks. Bias and activation apply to the sum.
+
+    Args:
+        input_layouts: placement of x: Shard(-1) (the default), the rank's features, as a layer with the same deal
+            returns them; Replicate(); or Shard(dim) of its tokens: then only the columns of x that a rank's blocks
+            read are sent to it.
+        output_layouts: placement of the result: Replicate() (the default, an all-reduce), or Shard(dim) of its tokens
+            (a reduce-scatter).
+        use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
+        deal: the features of each rank, of deal_hidden; without it ranks get ranges of equally many block columns, or
+            one more.
+
+    Raises as BsrColwiseParallel does.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        output_layouts: Any = None,
+        use_local_output: bool = True,
+        deal: Deal | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.deal = deal
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        if not isinstance(module, BsrModule):
+            check_no_deal(self, module)
+            return super()._apply(module, device_mesh)
+        check_mesh(self, device_mesh)
+        outputs: Any = self.output_layouts[0]
+        if not (outputs.is_replicate() or (outputs.is_shard() and outputs.dim >= 0)):
+            raise ValueError(
+                f"BsrRowwiseParallel: output_layouts is {outputs}; use Replicate() or Shard(dim) of tokens"
+            )
+        side = module.blocksize[1]
+        deal = evenly(module.in_features // side, side, device_mesh.size()) if self.deal is None else self.deal
+        return parallelize(
+            module, 1, device_mesh, deal, self.input_layouts, self.output_layouts, self.use_local_output,
+            self.src_data_rank,
+        )  # fmt: skip
+
+
+def check_no_deal(style: Any, module: nn.Module) -> None:
+    if style.deal is not None:
+        raise TypeError(f"{type(style).__name__}: deal is for block-sparse layers, got {type(module).__name__}")
+
+
+def check_mesh(style: Any, mesh: Any) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(f'{type(style).__name__}: the mesh has {mesh.ndim} dimensions; pass one, as mesh["tp"]')

@@ -1,0 +1,145 @@
+"""Sharded `values`: DTensors whose dimension 0, the stored blocks, is split over ranks as torch.chunk splits it.
+
+FSDP2 makes them. The pattern is replicated: every rank has all indices. Scores of blocks are all-gathered, so that each
+rank makes the same choice; then only blocks whose rank changes are sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.torch_compat import is_dtensor
+
+from ..pattern_update import moved
+
+__all__ = ["check_same", "gathered", "local_part", "moved_shards", "pattern_hash", "shard_range"]
+
+
+def shard_dim(t: Any) -> int | None:
+    """The mesh dimension that dimension 0 of a DTensor is split over; None if every rank holds all of it.
+
+    Raises:
+        TypeError: the DTensor is placed otherwise.
+    """
+    found = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
+    plain = all(type(t.placements[i]).__name__ == "Shard" and t.placements[i].dim == 0 for i in found)
+    if not plain or len(found) > 1:
+        raise TypeError(
+            f"values are a DTensor placed as {t.placements}; blocks can be scored and changed with Shard(0) over one "
+            "mesh dimension, as fully_shard makes it; change the pattern before parallelize_module"
+        )
+    return found[0] if found else None
+
+
+def bounds(blocks: int, parts: int) -> list[int]:
+    """(parts + 1,) where each part begins, as torch.chunk and Shard split `blocks`."""
+    each = -(-blocks // parts)
+    return [min(i * each, blocks) for i in range(parts + 1)]
+
+
+def shard_range(t: Any) -> tuple[int, int]:
+    """[begin, end) of the blocks that this rank holds."""
+    dim, mesh = shard_dim(t), t.device_mesh
+    if dim is None:
+        return 0, t.shape[0]
+    cuts, rank = bounds(t.shape[0], mesh.size(dim)), mesh.get_local_rank(dim)
+    return cuts[rank], cuts[rank + 1]
+
+
+def local_part(t: Tensor) -> Tensor:
+    """The blocks of this rank, without a gradient."""
+    part: Any = t
+    return part.detach().to_local() if is_dtensor(t) else part.detach()
+
+
+def gathered(part: Tensor, like: Any) -> Tensor:
+    """(nnz,) numbers of all blocks, from those of each rank; `like` is placed as the blocks are."""
+    from torch.distributed.tensor import DTensor
+
+    if shard_dim(like) is None:
+        return part
+    whole = DTensor.from_local(
+        part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape[:1], stride=(1,)
+    )
+    return whole.full_tensor()
+
+
+def moved_shards(t: Any, origin: Tensor) -> Any:
+    """`pattern_update.moved` of a DTensor: its blocks at new positions. Only blocks that change ranks are sent.
+
+    Args:
+        t: (nnz, ...) DTensor.
+        origin: (n,) int64, the same on all ranks: the previous position of each block, -1 for zeros. Positions
+            ascend, as those of blocks that are sorted by row and column do.
+
+    Returns:
+        (n, ...) DTensor of the same placements. Synchronizes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    dim, mesh, part = shard_dim(t), t.device_mesh, t.to_local()
+    shape = torch.Size((len(origin), *t.shape[1:]))
+    if dim is None:
+        return DTensor.from_local(moved(part, origin), mesh, t.placements, run_check=False)
+    parts, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    old, new = bounds(t.shape[0], parts), bounds(len(origin), parts)
+    stored = (origin >= 0).nonzero().flatten()
+    where = origin[stored]
+    cut = [torch.tensor(cuts[1:-1], dtype=torch.int64, device=origin.device) for cuts in (old, new)]
+    source, target = torch.bucketize(where, cut[0], right=True), torch.bucketize(stored, cut[1], right=True)
+    sent, received = (source == rank) & (target != rank), (target == rank) & (source != rank)
+    counts = torch.stack([
+        torch.bincount(target[sent], minlength=parts), torch.bincount(source[received], minlength=parts)
+    ]).tolist()  # fmt: skip
+    outgoing = part.index_select(0, where[sent] - old[rank]).contiguous()
+    incoming = outgoing.new_empty(sum(counts[1]), *t.shape[1:])
+    raw = [x.view(torch.uint8) for x in (incoming, outgoing)]
+    dist.all_to_all_single(raw[0], raw[1], counts[1], counts[0], group=mesh.get_group(dim))
+    kept = (source == rank) & (target == rank)
+    result = part.new_zeros(new[rank + 1] - new[rank], *t.shape[1:])
+    result.index_copy_(0, stored[kept] - new[rank], part.index_select(0, where[kept] - old[rank]))
+    result.index_copy_(0, stored[received] - new[rank], incoming)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(result, mesh, t.placements, run_check=False, shape=shape, stride=strides)
+
+
+def pattern_hash(*tensors: Tensor) -> int:
+    """A 63-bit hash of the contents of int tensors. Synchronizes."""
+    digest = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        digest.update(str(tuple(t.shape)).encode())
+        digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def check_same(op: str, what: str, number: int, mesh: Any, advice: str, dims: Sequence[int] | None = None) -> None:
+    """Compare a number on all ranks of a mesh, by one all-gather of 8 bytes for each of its dimensions.
+
+    Args:
+        op, what, advice: for the message.
+        dims: mesh dimensions; None: all.
+
+    Raises:
+        RuntimeError: on every rank that sees another number.
+    """
+    import torch.distributed as dist
+
+    for dim in range(mesh.ndim) if dims is None else dims:
+        group = mesh.get_group(dim)
+        mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_type)
+        found = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
+        dist.all_gather(found, mine, group=group)
+        numbers = torch.cat(found).tolist()
+        if len(set(numbers)) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            alike = [ranks[i] for i, n in enumerate(numbers) if n == numbers[0]]
+            raise RuntimeError(
+                f"{op}: {what} differs between ranks: ranks {alike} agree, ranks "
+                f"{[rank for rank in ranks if rank not in alike]} do not; {advice}"
+            )

@@ -1,0 +1,121 @@
+"""Processes that run functions of tests together, one for each rank of a torch.distributed process group.
+
+A check is a module-level function of a module of tests. It takes the rank's device, runs in every rank at once, and
+raises if a result is wrong. pytest runs checks with gloo on the CPU, `python -m tests.distributed_record` with NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import multiprocessing
+import queue
+import socket
+import time
+import traceback
+from typing import Any
+
+PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__]
+COLLECTIVE_SECONDS = 60  # a collective that waits longer than this ends its process
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox: Any, outbox: Any) -> None:
+    """Body of a process: run the checks that arrive until None does."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=seconds), device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    while (name := inbox.get()) is not None:
+        error = ""
+        try:
+            module, _, function = name.partition(":")
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), function)(device)
+        except BaseException:
+            error = traceback.format_exc()
+        outbox.put((rank, error))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world` processes of one process group; they start with the first check, and again after one that fails."""
+
+    def __init__(self, world: int, backend: str = "gloo", collective_seconds: float = COLLECTIVE_SECONDS) -> None:
+        self.world, self.backend, self.collective_seconds = world, backend, collective_seconds
+        self.context: Any = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        port, make = free_port(), self.context.Queue
+        self.inboxes, self.outbox = [make() for _ in range(self.world)], make()
+        shared = self.world, self.backend, port, self.collective_seconds
+        self.processes = [
+            self.context.Process(target=_serve, args=(rank, *shared, inbox, self.outbox), daemon=True)
+            for rank, inbox in enumerate(self.inboxes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def outcomes(self, name: str, seconds: float = 120, after_error: float = 3) -> list[str]:
+        """Run a check, "module:function"; returns each rank's error, "" where it passed.
+
+        after_error: seconds that other ranks get after the first error, before they are killed.
+        """
+        if not self.processes:
+            self.start()
+        for inbox in self.inboxes:
+            inbox.put(name)
+        errors: dict[int, str] = {}
+        failed, end = False, time.monotonic() + seconds
+        while len(errors) < self.world and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                rank, errors[rank] = self.outbox.get(timeout=0.2)
+            for rank, process in enumerate(self.processes):
+                if not process.is_alive() and rank not in errors:
+                    errors[rank] = f"the process ended with exit code {process.exitcode}"
+            if any(errors.values()) and not failed:
+                failed, end = True, min(end, time.monotonic() + after_error)
+        found = [errors.get(rank, "no result; killed") for rank in range(self.world)]
+        if any(found):
+            self.kill()
+        return found
+
+    def run(self, name: str, seconds: float = 120) -> None:
+        """Run a check.
+
+        Raises:
+            AssertionError: it failed; with the errors of all ranks.
+        """
+        errors = self.outcomes(name, seconds)
+        text = "\n".join(f"rank {rank} of {self.world}: {error}" for rank, error in enumerate(errors) if error)
+        assert not text, text
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes = []
+
+    def close(self) -> None:
+        """End the processes."""
+        for inbox in self.inboxes if self.processes else ():
+            inbox.put(None)
+        for process in self.processes:
+            process.join(10)
+        self.kill()

@@ -1,0 +1,221 @@
+"""Checks of sharded layers, which each rank runs; see tests/ranks.py. Each compares with one process.
+
+Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same numbers.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from sparse_collective import bsr_linear, random_bsr
+from sparse_collective.distributed import BsrColwiseParallel, BsrRowwiseParallel, deal_hidden, distribute_bsr
+from sparse_collective.nn import BsrGroupedLinear, BsrLinear, SwiGLU
+
+
+def dtype_of(device):
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def near(found, expected, slack=1.0):
+    """Within FP32's or BF16's rounding of a tensor of this size."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if found.numel():
+        found, expected, rounding = found.detach(), expected.detach(), 3e-2 if found.dtype is torch.bfloat16 else 1e-4
+        error, size = (found.double() - expected.double()).abs().max().item(), expected.abs().max().item()
+        assert error <= slack * rounding * max(1e-3, size), error
+
+
+def whole(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def normal(*shape, device, dtype=None):
+    return torch.randn(*shape).to(device, dtype or dtype_of(device))
+
+
+def mesh_of(device, *shape, names=None):
+    return init_device_mesh(device.type, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def distributed_matrix(device):
+    W = random_bsr((384, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
+    mesh, x = mesh_of(device), normal(9, 256, device=device)
+    rank, y = dist.get_rank(), bsr_linear(x, W)
+    rows = distribute_bsr(W, mesh, [Shard(0)])
+    near(bsr_linear(x, rows), y.chunk(mesh.size(), -1)[rank])
+    columns = distribute_bsr(W, mesh, [Shard(1)], balance="blocks")
+    widths = [part.shape[1] for part in W.split(1, mesh.size(), balance="blocks")]
+    total = bsr_linear(x.split(widths, -1)[rank].contiguous(), columns).float()
+    dist.all_reduce(total)
+    near(total.to(y.dtype), y)
+    assert distribute_bsr(W, mesh, [Replicate()]) is W
+
+
+def distributed_matrix_of_other_patterns(device):
+    torch.manual_seed(dist.get_rank())
+    W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
+    raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh_of(device), [Shard(0)])
+
+
+def raises(kind, text, function, *args, **options):
+    try:
+        function(*args, **options)
+    except kind as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def compare(parallel, alone, inputs, *, part=lambda t: t, out=lambda t: t, check_weights=True):
+    """Outputs and gradients of x of a tensor-parallel module beside those of the whole one."""
+    x = inputs[0].clone().requires_grad_()
+    mine = part(x.detach()).clone().requires_grad_()
+    y = alone(x, *inputs[1:])
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+    y.backward(dy)
+    found = parallel(mine, *inputs[1:])
+    near(found, out(y))
+    found.backward(out(dy))
+    near(mine.grad, part(x.grad))
+    return x
+
+
+def values_agree(layer, alone):
+    """This rank's values, and their gradients, are those of the whole layer at its blocks."""
+    from sparse_collective.distributed.parallel import indices_of
+
+    pattern = alone.pattern
+    _, _, positions = indices_of(pattern, layer.place)[layer.place.mesh.get_local_rank()]
+    for mine, theirs in ((layer.values, alone.values), (layer.values.grad, alone.values.grad)):
+        local = mine.to_local().narrow(-3, 0, layer.nnz)
+        near(local, theirs.index_select(-3, positions))
+
+
+def pair(device, bias=True, activation="silu", block=(32, 32)):
+    up = BsrLinear(128, 256, bias, block, density=0.4, activation=activation, device=device, dtype=dtype_of(device))
+    down = BsrLinear(256, 96, bias, block, density=0.4, device=device, dtype=dtype_of(device))
+    return nn.Sequential(up, down)
+
+
+def column_then_row(device):
+    for balance in (None, "blocks"):
+        for bias in (True, False):
+            alone = pair(device, bias)
+            model, mesh = copy.deepcopy(alone), mesh_of(device)
+            deal = None if balance is None else deal_hidden(model[0], model[1], mesh.size(), balance=balance)
+            plan = {"0": BsrColwiseParallel(deal=deal), "1": BsrRowwiseParallel(deal=deal)}
+            parallelize_module(model, mesh, plan)
+            assert isinstance(model[0], BsrLinear)
+            compare(model, alone, [normal(20, 128, device=device)])
+            for layer, other in zip(model, alone, strict=True):
+                values_agree(layer, other)
+            if bias:
+                near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
+
+
+def sequence_parallel(device):
+    mesh = mesh_of(device)
+    rank, parts = dist.get_rank(), mesh.size()
+    for dim in (0, 1):
+        alone = pair(device)
+        model = copy.deepcopy(alone)
+        plan = {
+            "0": BsrColwiseParallel(input_layouts=Shard(dim)), "1": BsrRowwiseParallel(output_layouts=Shard(dim)),
+        }  # fmt: skip
+        parallelize_module(model, mesh, plan)
+
+        def part(t, dim=dim):
+            return t.chunk(parts, dim)[rank]
+
+        compare(model, alone, [normal(8, 12, 128, device=device)], part=part, out=part)
+        for layer, other in zip(model, alone, strict=True):
+            values_agree(layer, other)
+        near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
+
+
+def outputs_of_a_column(device):
+    alone = pair(device)[0]
+    mesh = mesh_of(device)
+    gathered = parallelize_module(copy.deepcopy(alone), mesh, BsrColwiseParallel(output_layouts=Replicate()))
+    compare(gathered, alone, [normal(20, 128, device=device)])
+    kept = parallelize_module(copy.deepcopy(alone), mesh, BsrColwiseParallel(use_local_output=False))
+    y = kept(x := normal(20, 128, device=device))
+    assert y.placements == (Shard(1),)
+    near(y.full_tensor(), alone(x))
+
+
+def inputs_of_a_row(device):
+    """Replicated and token-sharded x, of a weight whose columns are partly empty."""
+    mesh = mesh_of(device)
+    rank, parts = dist.get_rank(), mesh.size()
+    mask = torch.rand(3, 8) < 0.4
+    mask[:, [1, 6]] = False
+    alone = BsrLinear(256, 96, True, (32, 32), mask=mask, activation="relu", device=device, dtype=dtype_of(device))
+    x = normal(8, 4, 256, device=device)
+    row = parallelize_module(copy.deepcopy(alone), mesh, BsrRowwiseParallel(input_layouts=Replicate()))
+    assert sum(map(len, row.place.blocks)) <= 6
+    compare(row, alone, [x])
+    for dim in (0, 1):
+        style = BsrRowwiseParallel(input_layouts=Shard(dim), output_layouts=Shard(dim))
+        row = parallelize_module(copy.deepcopy(alone), mesh, style)
+        alone.zero_grad()
+
+        def part(t, dim=dim):
+            return t.chunk(parts, dim)[rank]
+
+        compare(row, alone, [x], part=part, out=part)
+        values_agree(row, alone)
+
+
+def gated(device):
+    mesh = mesh_of(device)
+    for block, balance in (((128, 64), None), ((32, 32), "blocks"), ((64, 128), "blocks"), ((64, 32), "extent")):
+        alone = SwiGLU(128, 512, True, block, density=0.4, device=device, dtype=dtype_of(device))
+        model = copy.deepcopy(alone)
+        deal = None if balance is None else deal_hidden(model.gate_up, model.down, mesh.size(), balance=balance)
+        plan = {"gate_up": BsrColwiseParallel(deal=deal), "down": BsrRowwiseParallel(deal=deal)}
+        parallelize_module(model, mesh, plan)
+        compare(model, alone, [normal(20, 128, device=device)])
+        values_agree(model.gate_up, alone.gate_up)
+        values_agree(model.down, alone.down)
+        near(model.eval()(x := normal(20, 128, device=device)), alone.eval()(x), 2)
+
+
+def experts(device):
+    mesh = mesh_of(device)
+    for one_pattern in (True, False):
+        more = {"one_pattern": one_pattern, "density": 0.4, "device": device, "dtype": dtype_of(device)}
+        up = BsrGroupedLinear(3, 64, 256, True, (32, 32), activation="silu", **more)
+        down = BsrGroupedLinear(3, 256, 96, True, (32, 32), **more)
+        alone = nn.ModuleList([up, down])
+        model = copy.deepcopy(alone)
+        deal = deal_hidden(model[0], model[1], mesh.size())
+        parallelize_module(model, mesh, {"0": BsrColwiseParallel(deal=deal), "1": BsrRowwiseParallel(deal=deal)})
+        offs = torch.tensor([5, 5, 40], dtype=torch.int32, device=device)
+        x, dy = normal(40, 64, device=device), normal(40, 96, device=device)
+        results = []
+        for layers in (model, alone):
+            y = layers[1](layers[0](x, offs), offs)
+            y.backward(dy)
+            results.append(y)
+        near(*results)
+        for layer, other in zip(model, alone, strict=True):
+            values_agree(layer, other)
+        near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
+
+
+CHECKS = [
+    distributed_matrix,
+    distributed_matrix_of_other_patterns,
+    column_then_row,
+    sequence_parallel,
+    outputs_of_a_column,
+    inputs_of_a_row,
+    gated,
+    experts,
+]
