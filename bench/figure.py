@@ -1,4 +1,4 @@
-"""Style of figures: a canvas with title and caption, a legend beside the axes, density axes."""
+"""Style of figures: a canvas with title and caption, density axes."""
 
 from collections.abc import Sequence
 
@@ -33,24 +33,16 @@ def series(count: int) -> list[tuple[str, str]]:
     return [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(count)]
 
 
-def canvas(title: str, note: str, runs: Sequence[dict], width: float = 8.4) -> tuple[Figure, Axes]:
-    """A figure with a title, a line under it, and a caption that says where and when its runs were measured."""
-    figure = Figure(figsize=(width, 5.2), layout="constrained")
+def canvas(title: str, note: str, run: dict) -> tuple[Figure, Axes]:
+    """A figure with a title, a line under it, and a caption that says where and when its run was measured."""
+    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
     figure.get_layout_engine().set(rect=(0.012, 0.055, 0.968, 0.825), w_pad=0.05)
     figure.text(0.02, 0.955, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.02, 0.905, note, fontsize=9.5, color=FAINT, va="center")
-    card, date, commit = (
-        ", ".join(filter(None, dict.fromkeys(run["environment"].get(key) for run in runs)))
-        for key in ("card", "date", "commit")
-    )
+    card, date, commit = (run["environment"].get(key) for key in ("card", "date", "commit"))
     caption = " · ".join(filter(None, (card, date, commit and f"commit {commit}")))
     figure.text(0.02, 0.022, caption, fontsize=7.5, color=FAINT, va="center")
     return figure, figure.subplots()
-
-
-def legend(ax: Axes) -> None:
-    """Name the lines to the right of the axes."""
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, handletextpad=0.3)
 
 
 def percent(density: float) -> str:

@@ -1,40 +1,31 @@
 """Figures of a card's result files, as `python -m bench plot FOLDER` draws them.
 
 speedup-density.png   speed-up over the dense GEMM of the whole matrix
-roofline.png          every row under the ceilings that were measured
 """
 
 import json
 from collections import defaultdict
-from math import atan, degrees
 from pathlib import Path
 
 import numpy as np
 
-from .figure import DASHES, DENSE, FAINT, INK, SHADE, Figure, canvas, density_axis, legend, series, styled
+from .figure import DASHES, DENSE, FAINT, SHADE, Figure, canvas, density_axis, series, styled
 from .peers import CUBLAS
 from .rows import OURS
 
-FILES = ("gemm", "block-sparse")
-
 
 def draw(folder: Path) -> list[Path]:
-    """Draw what the result files of a folder have data for, beside them.
+    """Draw what a folder's block-sparse.json has data for, beside it.
 
     Raises:
-        FileNotFoundError: the folder has neither gemm.json nor block-sparse.json.
+        FileNotFoundError: the folder has no block-sparse.json.
     """
-    files = {name: folder / f"{name}.json" for name in FILES}
-    runs = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    if not runs:
-        raise FileNotFoundError(f"{folder} has none of {', '.join(f'{name}.json' for name in FILES)}")
-    drawn = []
+    run = json.loads((folder / "block-sparse.json").read_text())
     with styled():
-        for make in (speedup_density, roofline):
-            if (figure := make(runs)) is not None:
-                drawn.append(folder / f"{make.__name__.replace('_', '-')}.png")
-                figure.savefig(drawn[-1])
-    return drawn
+        if (figure := speedup_density(run)) is None:
+            return []
+        figure.savefig(folder / "speedup-density.png")
+    return [folder / "speedup-density.png"]
 
 
 # -- what the files say --------------------------------------------------------------------------------------
@@ -77,14 +68,12 @@ def by_block(run: dict) -> dict:
     return {s: shapes[s] for s in order if len({row["problem"]["density"] for row in shapes[s]}) > 1}
 
 
-# -- the figures ---------------------------------------------------------------------------------------------
+# -- the figure ---------------------------------------------------------------------------------------------
 
 
-def speedup_density(runs: dict) -> Figure | None:
+def speedup_density(run: dict) -> Figure | None:
     """How much faster than dense: time of the whole matrix's dense product over ours."""
-    if "block-sparse" not in runs:
-        return None
-    lines, curves = by_block(runs["block-sparse"]), {}
+    lines, curves = by_block(run), {}
     for shape, rows in lines.items():
         found = [(row["problem"]["density"], rate(timed(row, OURS)), whole_dense(row)) for row in rows]
         curves[shape] = [(density, ours / (density * rate(dense))) for density, ours, dense in found if dense]
@@ -96,7 +85,7 @@ def speedup_density(runs: dict) -> Figure | None:
     if times := max(filter(None, eighth.values()), default=None):
         title = f"One block in eight stored: the GEMM is {times:.1f}× as fast as cuBLAS's dense one"
     note = "speed-up over the dense GEMM of the whole matrix, by block shape; BF16, 8192×8192×8192"
-    figure, ax = canvas(title, note, [runs["block-sparse"]])
+    figure, ax = canvas(title, note, run)
     xs, ys = (np.array(values) for values in zip(*(point for points in curves.values() for point in points)))
     density_axis(ax, xs)
     low, high = min(*ys, 1.0), max(*ys, *(1 / xs))
@@ -138,57 +127,3 @@ def label_ends(ax, ends: dict[str, tuple[float, float]]) -> None:
             ha="right",
             va="center",
         )
-
-
-def kind(row: dict) -> tuple[int, str]:
-    """What the roofline tells apart: a rank in its legend, and a name."""
-    p = row["problem"]
-    if p["path"] is not None:
-        return 4096, f"{p['path']} path"
-    if p["block"] is None:
-        return (-8192, "dense, fused epilogue") if p["epilogue"] else (-16384, "dense")
-    side = min(64, *p["block"])
-    return -side, f"blocks of {side}" + (" and more" if side == 64 else "")
-
-
-def roofline(runs: dict) -> Figure | None:
-    """Every row, under the highest ceilings that its runs measured."""
-    best = defaultdict(float)
-    for name, value in (item for run in runs.values() for item in run["ceilings"].items()):
-        best[name] = max(value, best[name])
-    copy, tensor = best["copy_tbs"], best["tensor_tflops"]
-    kinds = defaultdict(list)
-    for row in (row for run in runs.values() for row in run["rows"] if timed(row, OURS)):
-        kinds[kind(row)].append((row["problem"]["flops"] / row["problem"]["bytes"], rate(timed(row, OURS))))
-    if not kinds or not (copy or tensor):
-        return None
-    note = "a point for each product; useful operations, and each stored element moved once"
-    figure, ax = canvas("Every product under the measured ceilings", note, [*runs.values()], width=9.4)
-    xs, ys = (np.array(values) for values in zip(*(point for points in kinds.values() for point in points)))
-    left, right = xs.min() / 1.6, xs.max() * 1.4
-    if copy and tensor:  # the ridge, where the two ceilings meet, is in the figure
-        left = min(left, tensor / copy / 3)
-    roof = np.geomspace(left, right, 400)
-    height = np.minimum(roof * (copy or np.inf), tensor or np.inf)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    ax.set_xlim(left, right)
-    ax.set_ylim(min(ys.min(), height[0]) / 1.4, max(ys.max(), height.max()) * 1.35)
-    ax.plot(roof, height, color=DENSE, lw=1.6)
-    ax.fill_between(roof, height, ax.get_ylim()[1], color=SHADE, lw=0, zorder=0)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.minorticks_off()
-    ax.set_xlabel("arithmetic intensity, useful FLOP per byte of device memory")
-    ax.set_ylabel("useful TFLOP/s")
-    for i, rank_name in enumerate(sorted(kinds)):
-        colour, marker = series(i + 1)[i]
-        face = "none" if "path" in rank_name[1] else colour
-        ax.plot(*zip(*kinds[rank_name]), ls="", marker=marker, mfc=face, mec=colour, alpha=0.85, label=rank_name[1])
-    if tensor:
-        ax.text(right / 1.04, tensor * 1.04, f"tensor cores {tensor:.0f} TFLOP/s", color=INK, ha="right", va="bottom")
-    if copy:  # along its line, from where that begins
-        slanted = {"rotation": degrees(atan(copy)), "transform_rotates_text": True, "rotation_mode": "anchor"}
-        ax.text(left * 1.06, copy * left * 1.06 * 1.06, f"copy {copy:g} TB/s", color=INK, va="bottom", **slanted)
-    legend(ax)
-    return figure

@@ -1,4 +1,4 @@
-"""The table of a run in a terminal: ours and every peer of each row, then the card's ceilings."""
+"""The table of a run in a terminal: ours and every peer of each row, then the card's copy bandwidth."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,6 @@ from .rows import Row, Timing
 
 WIDTH = 170  # where the output goes to a file or a pipe, which has no width of its own
 REASON = 110  # characters of a peer's reason that are shown: two lines of its column; the result file has all of it
-CEILINGS = (("copy_tbs", "copy", "TB/s"), ("l2_tbs", "L2 feed", "TB/s"), ("tensor_tflops", "tensor cores", "TFLOP/s"))
 
 
 def make_console(width: int = WIDTH) -> Console:
@@ -34,7 +33,7 @@ def show(rows: Sequence[Row], ceilings: dict, console: Console | None = None) ->
     """Print a line for each candidate of each row, what is missed, and the ceilings.
 
     Args:
-        ceilings: {"copy_tbs", "l2_tbs", "tensor_tflops"}; any may be absent.
+        ceilings: {"copy_tbs"}, or {}.
     """
     console = console or make_console()
     table = grid(["row", "candidate"], ["µs", "p10–p90", "useful TFLOP/s", "ours over it", "asked"])
@@ -47,8 +46,8 @@ def show(rows: Sequence[Row], ceilings: dict, console: Console | None = None) ->
         console.print(table)
     if missed := [row.name for row in rows if is_missed(row)]:
         console.print(Text(f"MISSED ({len(missed)} of {len(rows)}): {'; '.join(missed)}", style="bold red"))
-    if found := [f"{name} {ceilings[key]:g} {unit}" for key, name, unit in CEILINGS if key in ceilings]:
-        console.print(Text("measured ceilings: " + ", ".join(found)))
+    if "copy_tbs" in ceilings:
+        console.print(Text(f"measured copy bandwidth: {ceilings['copy_tbs']:g} TB/s"))
 
 
 def timed(timing: Timing, row: Row) -> list[Text]:
