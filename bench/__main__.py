@@ -12,6 +12,7 @@
     single          calls as users make them (no CUDA graph, through autograd), and their kernels alone
     host            host overhead of single calls, eager and compiled, forward and backward, beside torch's and FA4's;
                     with no GPU, counts of Python calls
+    distributed     sharded layers on several GPUs of one host, over what one GPU does alone
     structured      products with a 2:4 sparse A beside cuBLAS's dense ones and torch's, and with 2:4 sparse blocks
     gates           may this state of the code be shipped: one page, one exit status
     tune            search the legal configurations for a problem
@@ -45,6 +46,7 @@ from . import (
     cases_structured,
     cases_training,
     ceilings,
+    distributed,
     findings,
     gates,
     record,
@@ -88,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     for name in SUITES:
         commands.add_parser(name, parents=[measure], help=f"the {name} rows").set_defaults(suites=(name,))
     commands.add_parser("all", parents=[measure], help="gemm and block-sparse, as with no command")
-    for module in (gates, host_overhead, single, tune):
+    for module in (distributed, gates, host_overhead, single, tune):
         module.add_command(commands)
     plot = commands.add_parser("plot", help="figures of a card's result files")
     plot.add_argument("folder", type=Path, metavar="FOLDER", help="as in bench/results/<card>")

@@ -1,0 +1,118 @@
+"""Rows of sharded layers: tensor-parallel SwiGLU over its shards' GEMMs alone, and a training step with FSDP2."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from demo.train.model import Decoder, Shape
+from sparse_collective.distributed import BsrColwiseParallel, BsrRowwiseParallel, deal_hidden
+from sparse_collective.nn import SwiGLU
+
+from .distributed import Row, timed
+
+TOKENS, DIM, HIDDEN, DENSITY = 8192, 4096, 14336, 0.125
+DECODER = Shape(1024, 4096, 8, 16, 1024, 128, DENSITY)
+WINDOWS = 32  # of DECODER.context bytes, for each GPU
+
+
+def step_of(module: Callable, x: torch.Tensor, dy: torch.Tensor, parameters: list) -> Callable[[], None]:
+    """Forward and backward, with gradients of x and of the parameters made anew."""
+
+    def step() -> None:
+        for leaf in (x, *parameters):
+            leaf.grad = None
+        module(x).backward(dy)
+
+    return step
+
+
+def tensor_parallel(sequence: bool, training: bool) -> Callable[[torch.device], dict]:
+    """SwiGLU over all ranks, beside this rank's GEMMs of all tokens without communication.
+
+    sequence: x and y are split by tokens, so that x is all-gathered and y reduce-scattered; else y is all-reduced.
+    """
+
+    def run(device: torch.device) -> dict:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        mesh = init_device_mesh("cuda", (world,))
+        ffn = SwiGLU(DIM, HIDDEN, density=DENSITY, device=device, dtype=torch.bfloat16).train(training)
+        deal = deal_hidden(ffn.gate_up, ffn.down, world)
+        layout = Shard(0) if sequence else Replicate()
+        parallelize_module(ffn, mesh, {
+            "gate_up": BsrColwiseParallel(input_layouts=layout, deal=deal),
+            "down": BsrRowwiseParallel(output_layouts=layout, deal=deal),
+        })  # fmt: skip
+        whole = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
+        dy = torch.randn_like(whole)
+        x, dx = (t.chunk(world)[rank].contiguous() if sequence else t for t in (whole, dy))
+
+        def shards(t: torch.Tensor) -> torch.Tensor:
+            return ffn.down.local_forward(ffn.gate_up.local_forward(t))
+
+        if training:
+            parameters = list(ffn.parameters())
+            calls = {
+                "tensor parallel": step_of(ffn, x.requires_grad_(), dx, parameters),
+                "shards": step_of(shards, whole.detach().requires_grad_(), dy, parameters),
+            }
+        else:
+            with torch.no_grad():
+                times = timed({"tensor parallel": lambda: ffn(x), "shards": lambda: shards(whole)})
+            return result(times, ffn)
+        return result(timed(calls), ffn)
+
+    return run
+
+
+def result(times: dict[str, float], ffn: SwiGLU) -> dict:
+    blocks = [len(layer.values.to_local()) for layer in (ffn.gate_up, ffn.down)]
+    return {
+        "ms": times["tensor parallel"], "shards_ms": times["shards"],
+        "ratio": times["tensor parallel"] / times["shards"], "blocks": blocks,
+    }  # fmt: skip
+
+
+def fsdp_step(device: torch.device) -> dict:
+    """A training step of the demo's transformer under fully_shard, beside one GPU's own step of as many tokens."""
+    tokens = torch.randint(256, (WINDOWS, DECODER.context + 1), dtype=torch.uint8, device=device)
+    alone = Decoder(DECODER).to(device)
+    model = copy.deepcopy(alone)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in (alone, model)]
+
+    def step(which: Decoder, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = which.loss(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = timed({
+        "alone": lambda: step(alone, optimizers[0], True), "sharded": lambda: step(model, optimizers[1], False),
+    }, rounds=15, sleep=5 * 20_000_000)  # fmt: skip
+    count = WINDOWS * DECODER.context
+    return {
+        "ms": times["sharded"], "alone_ms": times["alone"], "efficiency": times["alone"] / times["sharded"],
+        "tokens_per_s_per_gpu": 1e3 * count / times["sharded"],
+    }  # fmt: skip
+
+
+def rows() -> list[Row]:
+    limits = {"ratio": {2: 1.05, 4: 1.08}}
+    name = f"TP SwiGLU {DIM} to {HIDDEN}, {DENSITY:.1%}, {TOKENS} tokens"
+    return [
+        Row(f"{name}, sequence parallel, forward", tensor_parallel(True, False), target=limits),
+        Row(f"{name}, sequence parallel, forward and backward", tensor_parallel(True, True), target=limits),
+        Row(f"{name}, replicated x and y, forward", tensor_parallel(False, False)),
+        Row(f"FSDP2 step of the demo transformer at {DENSITY:.1%}, weak scaling", fsdp_step,
+            target={"efficiency": {2: 0.93, 4: 0.9}}),
+    ]  # fmt: skip

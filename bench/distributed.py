@@ -1,0 +1,163 @@
+"""Several GPUs of one host: rows of sharded layers, each over what one GPU alone does of the same work.
+
+`python -m bench distributed` starts one process for each GPU, with 2, 4, ... of them, and writes
+bench/results/<card>/distributed.json. Modules of MODULES give the rows: a function `rows()` that returns Rows.
+"""
+
+import argparse
+import datetime
+import importlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import record
+
+MODULES = ["bench.cases_distributed"]  # rows of layers; a suite of attention adds its module here
+SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host queues a call, as a deep model does
+WARM_S = 1.0
+COLLECTIVE_S = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement that all ranks make together.
+
+    run(device): returns numbers and texts by name, the same on all ranks; the first rank's are recorded.
+    ranks: numbers of ranks that it is for; empty: all.
+    target: what one of the numbers must be, for a reader of the table: {"ratio": {2: 1.05}}.
+    """
+
+    name: str
+    run: Callable[[torch.device], dict]
+    ranks: Sequence[int] = ()
+    target: dict | None = None
+
+
+def timed(calls: dict[str, Callable[[], object]], rounds: int = 30, sleep: int = SLEEP_CYCLES) -> dict[str, float]:
+    """Median milliseconds of each call; of every round the slowest rank's. Calls take turns.
+
+    Before each call the GPUs wait, so that the host's time is hidden, and meet in a collective.
+    """
+    meet = torch.zeros(1, device="cuda")
+    end = time.perf_counter() + WARM_S
+    for call in calls.values():
+        call()
+    for _ in range(3):
+        for call in calls.values():
+            call()
+    while not agree(time.perf_counter() > end):
+        for call in calls.values():
+            call()
+    pairs: dict[str, list] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda._sleep(sleep)
+            dist.all_reduce(meet)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            pairs[name].append((start, stop))
+        torch.cuda.synchronize()
+    found = {}
+    for name, events in pairs.items():
+        times = torch.tensor([start.elapsed_time(stop) for start, stop in events], device="cuda")
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        found[name] = statistics.median(times.tolist())
+    return found
+
+
+def agree(ready: bool) -> bool:
+    """True on every rank once it is true on one: ranks leave a loop in the same round."""
+    flag = torch.tensor(int(ready), device="cuda")
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def all_rows() -> list[Row]:
+    return list(itertools.chain.from_iterable(importlib.import_module(name).rows() for name in MODULES))
+
+
+def worker(rank: int, world: int, address: str, only: str, out: str) -> None:
+    """Measure all rows as one rank."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=address, rank=rank, world_size=world, device_id=device,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+    )  # fmt: skip
+    found = []
+    for row in all_rows():
+        if only not in row.name or (row.ranks and world not in row.ranks):
+            continue
+        begin = time.perf_counter()
+        try:
+            torch.manual_seed(0)
+            entry = {"name": row.name, "ranks": world, **row.run(device)}
+            failed = 0
+        except Exception as error:
+            entry, failed = {"name": row.name, "ranks": world, "error": f"{type(error).__name__}: {error}"[:500]}, 1
+            print(f"rank {rank}: {row.name}: {traceback.format_exc()}", flush=True)
+        if row.target:
+            entry["target"] = {name: limits.get(world) for name, limits in row.target.items()}
+        found.append(entry)
+        torch.cuda.empty_cache()
+        if rank == 0:
+            print(f"{line(entry)} [{time.perf_counter() - begin:.1f} s]", flush=True)
+            Path(out).write_text(json.dumps(found))
+        if failed:  # other ranks may wait in a collective of this row: nothing after it can be trusted
+            break
+    dist.destroy_process_group()
+
+
+def line(entry: dict) -> str:
+    """One row for a reader."""
+    rest = {name: value for name, value in entry.items() if name not in ("name", "ranks")}
+    shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in rest.items()]
+    return f"{entry['ranks']} ranks, {entry['name']}: " + ", ".join(shown)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure with each number of ranks, in processes of their own; 1 if a row failed."""
+    count = torch.cuda.device_count()
+    worlds = args.ranks or [n for n in (2, 4, 8) if n <= count]
+    if not worlds or max(worlds) > count:
+        print(f"bench distributed: needs at least {max(worlds or [2])} CUDA GPUs, found {count}")
+        return 2
+    rows: list[dict] = []
+    failed = False
+    for world in worlds:
+        with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
+            out = Path(folder, "rows.json")
+            arguments = world, f"file://{folder}/meeting", args.only, str(out)
+            try:
+                torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, join=True)
+            except Exception as error:
+                failed = True
+                print(f"{world} ranks ended: {str(error).splitlines()[-1] if str(error) else error}")
+            rows += json.loads(out.read_text()) if out.exists() else []
+        if not args.only and rows:  # what was measured stays, whatever ends this
+            where = record.environment()
+            data = {"suite": "distributed", "environment": where | {"gpus": count}, "rows": rows}
+            print("written:", record.save(args.out, where["card"], "distributed", data))
+    return 1 if failed or any("error" in row for row in rows) else 0
+
+
+def add_command(subparsers) -> None:
+    """Add `distributed` to the subcommands of an argparse parser."""
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    sub = subparsers.add_parser("distributed", help="sharded layers on several GPUs of one host", **options)
+    sub.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
+    sub.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file")
+    sub.add_argument("--out", type=Path, default=record.RESULTS, metavar="FOLDER", help="folder of the results")
+    sub.set_defaults(run=run)

@@ -1,0 +1,78 @@
+"""Run the checks of several ranks on GPUs and record what happened: `python -m tests.distributed_record`.
+
+Runs the checks of tests/ranks.py with NCCL on 2, 4, ... GPUs of this host, which pytest runs with gloo on the CPU.
+Writes FOLDER/<card>/tests-distributed.json: the machine, versions, commit, and the outcome of each check. The exit
+status is 0 only if all passed. With --gloo the checks run on the CPU, and no file is written.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench.record import RESULTS, save
+
+from .ranks import Ranks
+
+# Modules with a list CHECKS of functions check(device). A part that adds checks adds its module here.
+MODULES = ["tests.sparse_collective.distributed_checks"]
+
+
+def checks(only: str) -> list[str]:
+    """Names, "module:function", of all checks whose name contains `only`."""
+    names = [f"{name}:{check.__name__}" for name in MODULES for check in importlib.import_module(name).CHECKS]
+    return [name for name in names if only in name]
+
+
+def run(world: int, backend: str, names: list[str], seconds: float) -> dict[str, dict]:
+    """Outcome of each check with `world` ranks."""
+    ranks, found = Ranks(world, backend), {}
+    try:
+        for name in names:
+            begin = time.perf_counter()
+            errors = {rank: error for rank, error in enumerate(ranks.outcomes(name, seconds)) if error}
+            found[name] = {"ok": not errors, "seconds": round(time.perf_counter() - begin, 2)}
+            if errors:
+                found[name]["errors"] = {rank: error.splitlines()[-30:] for rank, error in errors.items()}
+            print(f"{world} ranks, {name.rpartition('.')[2]}: {'ok' if not errors else 'FAILED'}", flush=True)
+            for rank, error in errors.items():
+                print(f"rank {rank}: {error}", flush=True)
+    finally:
+        ranks.close()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.distributed_record", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name contains this; writes no file")
+    parser.add_argument("--seconds", type=float, default=240, help="that a check may take; the first one compiles")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
+    parser.add_argument("--gloo", action="store_true", help="processes on the CPU; writes no file")
+    options = parser.parse_args(arguments)
+    count = 8 if options.gloo else torch.cuda.device_count()
+    worlds = options.ranks or [n for n in ((2, 4) if options.gloo else (2, 4, 8)) if n <= count]
+    if not worlds or max(worlds) > count:
+        wanted = max(worlds or [2])
+        print(f"distributed_record: needs {wanted} CUDA GPUs, found {count}; --gloo runs on the CPU", file=sys.stderr)
+        return 2
+    names = checks(options.only)
+    found = {world: run(world, "gloo" if options.gloo else "nccl", names, options.seconds) for world in worlds}
+    passed = all(outcome["ok"] for outcomes in found.values() for outcome in outcomes.values())
+    if not options.gloo and not options.only:
+        from .gpu_record import machine
+
+        about = machine() | {"gpus": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        data = {"machine": about, "ok": passed, "ranks": found}
+        print("written:", save(options.out, about["card"], "tests-distributed", data))
+    total = sum(map(len, found.values()))
+    failed = sum(not outcome["ok"] for outcomes in found.values() for outcome in outcomes.values())
+    print(f"distributed_record: {total - failed} passed, {failed} failed")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
