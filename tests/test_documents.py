@@ -28,8 +28,10 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=lambda x: x.stem if isinstance(x, Path) else str(x))
 def test_code_blocks_run(page, number, tmp_path, monkeypatch):
     """Each block alone, as a reader pastes it; without a GPU on CPU tensors."""
-    if "transformers" in (code := BLOCK.findall(page.read_text())[number]):
-        pytest.importorskip("transformers")
+    code = BLOCK.findall(page.read_text())[number]
+    for library in ("transformers", "diffusers"):
+        if re.search(rf"^(from|import) (attention\.integrations\.)?{library}\b", code, re.MULTILINE):
+            pytest.importorskip(library)
     if "torch.compile" in code and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
     monkeypatch.chdir(tmp_path)
