@@ -3,6 +3,7 @@
 BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
 GatedBsrLinear                  activation(gate(x)) * up(x), with both weights in one; GatedLinear is its dense form
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
+BsrExperts                      the experts of another router, as of transformers' models
 quantize_                       quantize their weights to FP8, for inference: Float8BsrLinear, Float8SwiGLU
 mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
 sparsify_, densify_             swap the linear layers of a model, and back
@@ -11,6 +12,8 @@ prune_, change_pattern_         keep the blocks that matter; drop and regrow blo
 """
 
 from ..pattern import Pattern
+from .config import SparsityConfig
+from .experts import BsrExperts
 from .feed_forward import BsrMixtureOfExperts, SwiGLU
 from .fp8 import Float8BsrLinear, Float8SwiGLU
 from .gated import GatedBsrLinear, GatedLinear
@@ -20,13 +23,14 @@ from .pruning.pattern import CubicSchedule, carry_optimizer_state, change_patter
 from .pruning.prune24 import Masked24BsrLinear, Masked24Linear, Sparse24Config, mask_2_4_, prune_2_4_
 from .pruning.scores import Blocks, DenseGradients, InputNorms, gradient_block_norms, gradient_times_weight, magnitude
 from .report import Change, Report, sparsity
-from .sparsify import SparsityConfig, densify_, sparsify_
+from .sparsify import densify_, sparsify_
 from .structured import Bsr24Linear, Sparse24Linear
 from .to_fp8 import Float8Config, quantize_
 
 __all__ = [
     "Blocks",
     "Bsr24Linear",
+    "BsrExperts",
     "BsrGroupedLinear",
     "BsrLinear",
     "BsrMixtureOfExperts",

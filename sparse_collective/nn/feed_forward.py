@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 
-__all__ = ["BsrMixtureOfExperts", "SwiGLU", "routing_of"]
+__all__ = ["BsrMixtureOfExperts", "SwiGLU", "routed", "routing_of"]
 
 
 class SwiGLU(nn.Module):
@@ -65,13 +65,18 @@ class SwiGLU(nn.Module):
         down: nn.Linear,
         blocksize: Sequence[int] = (128, 128),
         density: float = 1.0,
-    ) -> SwiGLU:
+    ) -> Self:
         """The layer with the blocks of largest norm of three linear ones, copied; see BsrLinear.from_linear."""
+        gate_up = GatedBsrLinear.from_linears(gate, up, blocksize, density)
+        return cls.of(gate_up, BsrLinear.from_linear(down, blocksize, density))
+
+    @classmethod
+    def of(cls, gate_up: GatedBsrLinear, down: BsrLinear) -> Self:
+        """The layer that holds these two, in the mode (training or evaluation) of gate_up."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.gate_up = GatedBsrLinear.from_linears(gate, up, blocksize, density)
-        layer.down = BsrLinear.from_linear(down, blocksize, density)
-        return layer.train(gate.training)
+        layer.gate_up, layer.down = gate_up, down
+        return layer.train(gate_up.training)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
@@ -95,6 +100,29 @@ def routing_of(choices: Tensor, experts: int, group_rows: int) -> Padding:
     ends = torch.searchsorted(flat[order], numbers, right=True)  # (E,)
     rows, sorted_slots, groups = padding_of(ends, flat.shape[0], group_rows, tail=False)
     return Padding(rows, torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots), groups)
+
+
+def routed(
+    x: Tensor,
+    choices: Tensor,
+    weights: Tensor,
+    experts: int,
+    group_rows: int,
+    layers: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Each token through the experts that were chosen for it: (T, N) of x's dtype, summed in FP32 at least.
+
+    Args:
+        x: (T, K).
+        choices: (T, k) int64, in [0, experts).
+        weights: (T, k), by which the results of a token's choices are multiplied.
+        group_rows: rows of a run.
+        layers: of the padded tokens (rows, K) and the expert of each run, the result (rows, N).
+    """
+    padding = routing_of(choices, experts, group_rows)
+    y = layers(spread(x.repeat_interleave(choices.shape[1], 0), padding), padding.groups)
+    y = taken(y, padding).unflatten(0, choices.shape)  # (T, k, N)
+    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights[..., None]).sum(1).to(x.dtype)
 
 
 class BsrMixtureOfExperts(nn.Module):
@@ -153,12 +181,12 @@ class BsrMixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, choices = self.route(tokens)
-        padding = routing_of(choices, self.experts, self.group_rows)
-        padded = spread(tokens.repeat_interleave(self.top_k, 0), padding)
-        hidden = self.gate(padded, expert_ids=padding.groups) * self.up(padded, expert_ids=padding.groups)
-        y = taken(self.down(hidden, expert_ids=padding.groups), padding)  # (T * top_k, dim)
-        y = y.float().unflatten(0, (tokens.shape[0], self.top_k)) * weights[..., None]
-        return y.sum(1).to(x.dtype).view(x.shape)
+        y = routed(tokens, choices, weights, self.experts, self.group_rows, self._layers)
+        return y.view(x.shape)
+
+    def _layers(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        hidden = self.gate(x, expert_ids=expert_ids) * self.up(x, expert_ids=expert_ids)
+        return self.down(hidden, expert_ids=expert_ids)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, top_k={self.top_k}, group_rows={self.group_rows}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels.annotations import Activation
 
+from ..bsr import BsrMatrix
 from ..ops import bsr_grouped_linear
 from .module import BsrModule
 
@@ -69,6 +71,34 @@ class BsrGroupedLinear(BsrModule):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    @classmethod
+    def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: Activation | None = None) -> Self:
+        """The layer with a batch of matrices (E, M, K) as its weight; copies.
+
+        Raises:
+            TypeError: W is no BsrMatrix.
+            ValueError: W is no batch or has wrong indices, or bias is not (E, M).
+
+        Example:
+            W = BsrMatrix.stack([BsrMatrix.from_dense(w, (128, 128), density=0.25) for w in weights])
+            layer = BsrGroupedLinear.from_bsr(W)
+        """
+        if not isinstance(W, BsrMatrix) or W.structured:
+            raise TypeError(f"from_bsr needs a BsrMatrix, got {type(W).__name__}")
+        if W.batch is None:
+            raise ValueError(
+                f"from_bsr needs a batch (E, M, K), got one matrix of shape {W.shape}; see BsrMatrix.stack"
+            )
+        experts, rows, cols = W.shape
+        if bias is not None and tuple(bias.shape) != (experts, rows):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, must be ({experts}, {rows})")
+        W.check_indices()
+        layer = cls(
+            experts, cols, rows, bias is not None, W.blocksize, one_pattern=W.batch == "values",
+            indices=(W.crow_indices, W.col_indices), activation=activation, device="meta", dtype=W.dtype,
+        )  # fmt: skip
+        return layer._hold(W, bias)
 
     def forward(
         self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None

@@ -149,13 +149,7 @@ class BsrLinear(BsrModule):
             W.shape[1], W.shape[0], bias is not None, W.blocksize, indices=indices, activation=activation,
             device="meta", dtype=W.dtype,
         )  # fmt: skip
-        layer.crow_indices, layer.col_indices = (t.int().clone() for t in indices)
-        layer.values = nn.Parameter(W.values.detach().clone())
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach().to(W.device, W.dtype, copy=True))
-        layer._kept_pattern = None
-        layer._adopt()
-        return layer
+        return layer._hold(W, bias)
 
     def to_linear(self) -> nn.Linear:
         """The torch.nn.Linear with the same weight, zeros where no block is stored; copies.

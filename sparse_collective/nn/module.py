@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -217,6 +217,17 @@ class BsrModule(Parametrizable):
         """
         if self._weight is not None:
             self._weight.pattern.trust(even)
+
+    def _hold(self, W: BsrMatrix, bias: Tensor | None) -> Self:
+        """Copies of a matrix of this layer's shape and of a bias, in the place of those on the meta device."""
+        self.crow_indices, self.col_indices = W.crow_indices.int().clone(), W.col_indices.int().clone()
+        self.values = nn.Parameter(W.values.detach().clone())
+        if bias is not None:
+            bias = nn.Parameter(bias.detach().to(W.device, W.dtype, copy=True))
+            self.register_parameter("bias", bias)
+        self._kept_pattern = None
+        self._adopt()
+        return self
 
     # Values
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks as arguments
-from ..pattern import top_keys, top_keys_of_rows
-from .gated import GatedBsrLinear, GatedLinear
+from .config import SparsityConfig, density_of, sparse_of, why_no_grid
+from .experts import ExpertsModules, experts_in, swap_experts
+from .fuse import Fused, fuse_blocks
+from .gated import GatedLinear
+from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
-from .module import block_grid
-from .pruning.scores import Blocks, Scores
+from .report import Change, Report, size_of
 from .swap import (
-    Change,
     FilterFn,
-    Report,
     check_config,
     expert_parameters,
     has_hooks,
@@ -29,7 +28,6 @@ from .swap import (
     owners_of,
     select,
     shape_of,
-    size_of,
     skipped,
     some_names,
     swap_layers,
@@ -38,51 +36,31 @@ from .swap import (
 __all__ = ["SparsityConfig", "densify_", "sparsify_"]
 
 
-@dataclass(frozen=True)
-class SparsityConfig:
-    """Configuration of sparsify_ for the layers of a model.
-
-    blocksize: (bm, bk).
-    density: in [0, 1], of each layer; or densities by name, of which the first pattern that fits a layer's name counts
-        (as in a shell, {"*.mlp.*": 0.25, "*": 0.5}), and layers that none fits are left out. Each pattern must fit one.
-    scores: by which blocks are kept: "magnitude", "gradient", or a function of Blocks such as InputNorms.
-    even_rows: whether each block row keeps equally many, round(density * K / bk).
-
-    Raises:
-        TypeError, ValueError: a block's side or a density is unsupported.
-    """
-
-    blocksize: tuple[int, int] = (128, 128)
-    density: float | Mapping[str, float] = 0.5
-    scores: str | Scores = "magnitude"
-    even_rows: bool = False
-
-    def __post_init__(self) -> None:
-        arguments.block_grid((0, 0), arguments.pair(self.blocksize, "blocksize"))
-        for density in self.density.values() if isinstance(self.density, Mapping) else [self.density]:
-            arguments.check_density(density)
-
-    def density_of(self, name: str) -> float | None:
-        """The density of the layer of this name; None where no pattern fits it."""
-        if not isinstance(self.density, Mapping):
-            return self.density
-        return next((d for pattern, d in self.density.items() if fnmatchcase(name, pattern)), None)
-
-
-def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | None = None) -> Report:
+def sparsify_(
+    model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | None = None, fuse: bool = False
+) -> Report:
     """Put a BsrLinear in the place of each nn.Linear of a model, with the blocks that a config chooses.
+
+    A GatedLinear becomes a GatedBsrLinear. The experts of transformers' mixtures of experts, modules with the 3-D
+    parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I), become BsrExperts with a pattern for each expert, if
+    they compute a gated feed-forward layer with one of its activations. A call of a small copy of the module decides.
 
     Left as they are, and reported: layers whose features the blocks do not divide, of another dtype than BsrLinear has,
     with hooks, with a weight that another module shares, subclasses of nn.Linear, which other code may read in its
-    own way (as nn.MultiheadAttention does), and 3-D parameters, as of experts. A GatedLinear becomes a GatedBsrLinear.
-    On the meta device layers get the shapes alone; load a state.
+    own way (as nn.MultiheadAttention does), and other 3-D parameters. On the meta device layers get the shapes alone;
+    load a state.
 
     Args:
-        model: any module that contains nn.Linear; changed in place. A layer with several names is replaced in all of
-            its places if one of them is accepted and fits a pattern.
-        config: see SparsityConfig.
-        filter_fn: (module, fqn) -> True to swap this nn.Linear, as torchao has it. Layers that it refuses are not in
-            the report.
+        model: any module that contains nn.Linear or such experts; changed in place. A layer with several names is
+            replaced in all of its places if one of them is accepted and fits a pattern.
+        config: see SparsityConfig. Experts have the names of their parameters.
+        filter_fn: (module, fqn) -> True to swap this nn.Linear, or this module of experts, as torchao has it. Layers
+            that it refuses are not in the report.
+        fuse: also replace blocks of gate_proj, up_proj and down_proj by SwiGLU, if their forward computes
+            down_proj(activation(gate_proj(x)) * up_proj(x)), as in transformers' Llama, Qwen, Mistral and Gemma. A call
+            of a small copy of the block decides. Blocks of 16, 32 or 64 rows are those of the unfused layers. Larger
+            ones hold rows of gate_proj and of up_proj in groups of 64, so that these share a pattern: a block's score
+            is the sum over its parts. Other linear layers are replaced one by one, and the report has the reason.
 
     Returns:
         What was done, layer by layer.
@@ -99,42 +77,45 @@ def sparsify_(model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | No
     check_config("sparsify_", config, SparsityConfig)
     if isinstance(model, nn.Linear):
         raise ValueError("sparsify_ changes the layers inside of a model; of one layer use BsrLinear.from_linear")
-    chosen, owners, experts = select("sparsify_", model, (nn.Linear,), filter_fn), owners_of(model), []
-    for name, shape, why in expert_parameters(model):
-        if config.density_of(name) is not None:
-            experts.append(Change(name, shape, math.prod(shape), math.prod(shape), skipped=why))
+    experts, owners = experts_in(model), owners_of(model)
+    kinds: tuple[Any, ...] = nn.Linear, *{type(m) for m, (_, why) in experts.items() if not why}
+    chosen: dict[Any, list[str]] = select("sparsify_", model, kinds, filter_fn)
+    left = _left(model, config, experts)
     _check_patterns(model, config)
-    densities = {m: _density("sparsify_", config, names) for m, names in chosen.items()}
-    if all(density is None for density in densities.values()) and not experts:
+    asked = {m: density_of("sparsify_", config, names) for m, names in chosen.items() if isinstance(m, nn.Linear)}
+    densities = {linear: density for linear, density in asked.items() if density is not None}
+    made, changes = swap_experts({m: names for m, names in chosen.items() if m in experts}, experts, config, owners)
+    if not densities and not changes and not left:
         raise ValueError(
             f"sparsify_: no pattern of config.density fits a layer that filter_fn accepts ({some_names(chosen)}); "
             "widen one of them"
         )
-    report, made = Report(), {}
+    reasons = {linear: _why_not(linear, owners) for linear in densities}
+    fused = fuse_blocks(names_of(model), config, densities, reasons) if fuse else Fused({}, {}, {})
+    report = Report()
     for linear, density in densities.items():
-        if density is None:
-            continue
         name = chosen[linear][0]
-        if why := _why_not(linear, config, owners):
+        if linear in fused.changes:
+            report.changes += fused.changes[linear]
+        elif why := reasons[linear] or why_no_grid(linear, config):
             report.changes.append(skipped(name, linear, why))
-            continue
-        layer = made[linear] = _sparse(linear, config, density)
-        stored, blocks = layer.nnz, math.prod(layer.grid)
-        report.changes.append(Change(name, shape_of(linear), size_of(linear), size_of(layer), stored, blocks))
-    swap_layers(model, made)
-    report.changes += experts
+        else:
+            layer = made[linear] = sparse_of(linear, config, density)
+            blocks, note = (layer.nnz, math.prod(layer.grid)), fused.notes.get(linear, "")
+            report.changes.append(Change(name, shape_of(linear), size_of(linear), size_of(layer), *blocks, note=note))
+    swap_layers(model, made | fused.layers)
+    report.changes += changes + left
     return report
 
 
-def _density(op: str, config: SparsityConfig, names: list[str]) -> float | None:
-    """The density of a layer with these names; None where no pattern fits one."""
-    found = {name: d for name in names if (d := config.density_of(name)) is not None}
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{op}: one layer has the names {', '.join(map(repr, found))}, for which config.density has the densities "
-            f"{', '.join(map(str, found.values()))}; give them one"
-        )
-    return next(iter(found.values()), None)
+def _left(model: nn.Module, config: SparsityConfig, experts: ExpertsModules) -> list[Change]:
+    """3-D parameters that a pattern fits, but that no layer replaces."""
+    changes = []
+    for name, shape, why in expert_parameters(model):
+        reason = experts[model.get_submodule(name.rpartition(".")[0])][1]
+        if reason and config.density_of(name) is not None:
+            changes.append(Change(name, shape, math.prod(shape), math.prod(shape), skipped=f"{why}; {reason}"))
+    return changes
 
 
 def _check_patterns(model: nn.Module, config: SparsityConfig) -> None:
@@ -155,7 +136,7 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
     """Put an nn.Linear in the place of each BsrLinear of a model; dropped blocks are zeros.
 
     A GatedBsrLinear becomes a GatedLinear. Left as they are, and reported: layers with a fused activation or with
-    hooks.
+    hooks, and BsrGroupedLinear.
 
     Args:
         model: any module that contains such layers; changed in place.
@@ -170,9 +151,12 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
     if isinstance(model, BsrLinear):
         raise ValueError("densify_ changes the layers inside of a model; of one layer use its to_linear()")
     report, made = Report(), {}
-    for layer, (name, *_) in select("densify_", model, (BsrLinear,), filter_fn).items():
+    chosen: dict[Any, list[str]] = select("densify_", model, (BsrLinear, BsrGroupedLinear), filter_fn)
+    for layer, (name, *_) in chosen.items():
         why = "has hooks" if has_hooks(layer) else ""
-        if layer.activation is not None and not layer.gated:
+        if isinstance(layer, BsrGroupedLinear):
+            why = "is a BsrGroupedLinear, of which torch has no dense layer"
+        elif layer.activation is not None and not layer.gated:
             why = f"applies {layer.activation}, which nn.Linear does not"
         if why:
             report.changes.append(skipped(name, layer, why))
@@ -184,8 +168,8 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
     return report
 
 
-def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
-    """The reason why a layer cannot be swapped, or ""."""
+def _why_not(linear: nn.Linear, owners: Counter) -> str:
+    """The reason why a layer cannot be swapped, whatever its blocks, or ""."""
     if type(linear) not in (nn.Linear, GatedLinear):
         return f"is a {type(linear).__name__}"
     if has_hooks(linear):
@@ -196,24 +180,6 @@ def _why_not(linear: nn.Linear, config: SparsityConfig, owners: Counter) -> str:
         return "shares a parameter with another module"
     try:
         arguments.check_dtypes(linear.weight.dtype, torch.int32, linear.weight.device)
-        block_grid(linear.in_features, linear.out_features, config.blocksize)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         return str(error)
     return ""
-
-
-def _sparse(linear: nn.Linear, config: SparsityConfig, density: float) -> BsrLinear:
-    kind = GatedBsrLinear if isinstance(linear, GatedLinear) else BsrLinear
-    more: dict[str, Any] = {"activation": linear.activation} if isinstance(linear, GatedLinear) else {}
-    rows, cols = block_grid(linear.in_features, linear.out_features, config.blocksize)
-    per_row = round(density * cols)
-    if linear.weight.is_meta:  # which blocks is in the state that will be loaded; here, how many
-        density = per_row / max(1, cols) if config.even_rows else density
-        return kind.from_linear(linear, config.blocksize, density, **more)
-    scores = Blocks.of(linear, config.blocksize).score(config.scores).view(rows, cols)
-    if config.even_rows:
-        keys = top_keys_of_rows(scores, per_row)
-    else:
-        keys = top_keys(scores, round(density * rows * cols))
-    mask = torch.zeros(rows * cols, dtype=torch.bool, device=scores.device).index_fill_(0, keys, True)
-    return kind.from_linear(linear, config.blocksize, mask=mask.view(rows, cols), **more)

@@ -70,7 +70,9 @@ def test_one_signature():
     for function in (sparsify_, densify_, mask_2_4_, prune_2_4_, quantize_):
         signature = inspect.signature(function)
         config = [] if function is densify_ else ["config"]
-        assert [*signature.parameters] == ["model", *config, "filter_fn"] and signature.return_annotation == "Report"
+        more = ["fuse"] if function is sparsify_ else []
+        assert [*signature.parameters] == ["model", *config, "filter_fn", *more]
+        assert signature.return_annotation == "Report"
 
 
 def test_configs():
@@ -224,9 +226,9 @@ def test_a_mixture_of_transformers():
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config)
     report = sparsify_(model, CONFIG, lambda module, fqn: fqn.endswith("q_proj"))
-    assert len(report.changed) == 1
-    if any(p.dim() == 3 for p in model.parameters()):
-        assert {len(c.shape) for c in report.skipped} == {3}
+    assert len(report.changes) == 1  # the filter refuses the experts
+    report = sparsify_(model, CONFIG, lambda module, fqn: fqn.endswith("experts"))
+    assert [(len(c.shape), c.density) for c in report.changed] == [(3, 0.5)] * 2
 
 
 def test_a_module_that_holds_itself():

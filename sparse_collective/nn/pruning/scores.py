@@ -113,7 +113,8 @@ def magnitude(blocks: Blocks) -> Tensor:
 
 def magnitude_of(weight: Tensor) -> Tensor:
     """(n,) float32 Frobenius norms of (n, bm, bk)."""
-    return torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=torch.float32)
+    dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32  # torch narrows nothing here
+    return torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=dtype).float()
 
 
 def gradient_times_weight(blocks: Blocks) -> Tensor:
