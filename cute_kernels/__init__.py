@@ -6,6 +6,7 @@ inspect(op, ...)      the resources of that kernel: registers, spills, shared me
 path("sm_80")         context manager that forces a kernel path
 quantize(x, ...)      FP8 values and their scale (Quantized), an operand of gemm; quantize_gated(z, ...) is gated
 prune_2_4(w)          keep the 2 largest of every 4 neighbors; Sparse24.from_dense(prune_2_4(w)) is an a of gemm
+KTileSource(at, count) selects the K-tiles that each row tile multiplies: gemm(a, b, source=...)
 functions             elementwise functions for user-defined epilogues
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
 """
@@ -16,11 +17,13 @@ from .fp8.quantize import quantize, quantize_gated
 from .fp8.quantized import Quantized
 from .ops import gemm
 from .runtime.device import path
+from .source import KTileSource
 from .sparse24 import torch_functions as _torch_functions  # noqa: F401 (importing it makes W @ b of a Sparse24 a GEMM)
 from .sparse24.dispatch import plan_gemm
 from .sparse24.format import Sparse24, prune_2_4
 
 __all__ = [
+    "KTileSource",
     "Quantized",
     "Sparse24",
     "explain",

@@ -7,6 +7,8 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
+from .source import KTileSource
+
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Precision = Literal["tf32", "3xtf32"]  # of FP32 operands
 Path = Literal["sm_80", "sm_90"]
@@ -36,3 +38,4 @@ class GemmOptions(ProductOptions, total=False):
     beta: float
     scale_a: Tensor | None
     scale_b: Tensor | None
+    source: KTileSource | None

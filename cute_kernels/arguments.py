@@ -29,6 +29,7 @@ class GemmArgs(NamedTuple):
     accumulation_dtype: torch.dtype | None = None
     precision: str | None = None
     use_fast_accum: bool = False
+    source: Any = None  # KTileSource
 
     @property
     def gated(self) -> bool:
@@ -49,5 +50,5 @@ class GemmArgs(NamedTuple):
 RETURNS = "a, b, out, amax, alpha, beta"
 KEY = {"a": "a.numel()", "b": "b.numel()", "alpha": "type(alpha), alpha == 1.0", "beta": "type(beta), beta == 0"}
 split = splitter(GemmArgs, RETURNS, operands="a, b", **KEY)
-OP_TERMS = tuple(name for name in GemmArgs._fields if name not in ("a", "b", "out", "amax"))
+OP_TERMS = tuple(name for name in GemmArgs._fields if name not in ("a", "b", "out", "amax", "source"))
 TERMS = terms_of(GemmArgs, OP_TERMS)  # of the registered ops, in schema syntax

@@ -28,6 +28,7 @@ from .matmul.problem import Extents, Problem
 from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
+from .source import check_source
 from .tile.element import VECTOR_BYTES
 
 _PLANS: PlanCache[Plan] = PlanCache()
@@ -45,7 +46,8 @@ def gemm(values: tuple, with_z: bool = False):
     plan = _PLANS.known(key, tensors, out)
     if plan is None:
         args = GemmArgs(*values)
-        plan = _PLANS.checked("gemm", key, tensors, out, partial(plan_gemm, args, with_z), args.residual)
+        op = "gemm" if args.source is None else "gemm with a source"
+        plan = _PLANS.checked(op, key, tensors, out, partial(plan_gemm, args, with_z), args.residual)
     if amax is not None:
         amax.zero_()
     if plan.function is None:
@@ -99,6 +101,7 @@ def plan_gemm(args: GemmArgs, with_z: bool = False) -> Plan:
     wide = default_out_dtype(a.dtype)
     out_dtype = checks.check_out_dtype("gemm", out, args.out_dtype, wide, tuple(FLOAT8))
     check_narrow("gemm", args, out_dtype, wide)
+    check_source(args.source, precision, scales, (M, K))
     shape = (*batch, M, N)
     checks.check_result("gemm", "out", out, shape, out_dtype)
     checks.check_result("gemm", "residual", args.residual, shape, out_dtype)
@@ -122,8 +125,9 @@ def _plan_kernel(plan: Plan, args: GemmArgs, batch, spec) -> None:
     stage(plan, out, out is not None and out.dim() > 3 and flatten_batch(out, 3)[1])
     d = torch.empty(plan.out_shape, dtype=plan.out_dtype, device="meta") if out is None or plan.staged else out
     results = [t for t in (d, residual) if t is not None]
-    # A batch of A with one B is one tall matrix if the strides allow it and the bias is not per row.
-    fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and all(folds_into_rows(t) for t in (a, *results))
+    # A batch of A with one B is one tall matrix if the strides allow it and neither a bias nor a source is per row.
+    fold = math.prod(b.shape[:-2]) == 1 and spec.bias != "row" and args.source is None
+    fold = fold and all(folds_into_rows(t) for t in (a, *results))
     tensors = {"a": a, "b": b, "out": d, "residual": residual}
     views = {name: _view_of(name, t, batch, fold, plan) for name, t in tensors.items() if t is not None}
     if args.bias is not None:
@@ -167,6 +171,7 @@ def _plan_kernel(plan: Plan, args: GemmArgs, batch, spec) -> None:
         use_fast_accum=args.use_fast_accum,
         acc_dtype=acc_dtype(args),
         promoted=args.precision == "3xtf32",
+        source=args.source if K else None,
     )
     arch, sms = device_arch(a.get_device())
     plan.facts, *counts, notes = choose(problem, arch, sms, forced_path())

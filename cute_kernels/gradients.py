@@ -86,7 +86,7 @@ class Gemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, a, b, bias, residual):
-        activation, alpha, beta, _, epilogue, _, precision, _ = values[9:]  # GemmArgs._make takes 0.5 us
+        activation, alpha, beta, _, epilogue, _, precision, *_ = values[9:]  # GemmArgs._make takes 0.5 us
         saved = "" if activation is None and epilogue is None else saved_of(activation, epilogue)
         result = dispatch.gemm(values, saved == "z")
         kept = result[1] if saved == "z" else result if saved == "y" else None

@@ -19,6 +19,7 @@ from .gradients import differentiable
 from .matmul.epilogue.terms import epilogue_program, new_amax
 from .runtime.autocast import any_autocast, cast_product
 from .runtime.front import NeedsDispatcher, dispatched, hidden
+from .source import KTileSource
 from .sparse24 import dispatch as sparse24
 from .sparse24.format import Sparse24
 
@@ -64,6 +65,7 @@ def gemm(
     scale_out: Tensor | None = None,
     return_amax: bool = False,
     precision: Precision | None = None,
+    source: KTileSource | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute epilogue(activation(alpha * S(a @ b) + bias + beta * residual)) with FP32 accumulation.
 
@@ -112,6 +114,7 @@ def gemm(
         precision: required for float32 operands on a GPU. "tf32" rounds both to TF32, 10 bits of mantissa. "3xtf32"
             splits each into two TF32 numbers and adds up the three larger of their products: nearly FP32 accuracy at
             three times the cost; infinite operands give NaN. torch.set_float32_matmul_precision has no effect.
+        source: a KTileSource, which selects the K-tiles that each row tile of a multiplies. By default all of them.
 
     Returns:
         (..., M, N), `out` if it was passed; with return_amax (out, amax).
@@ -132,8 +135,9 @@ def gemm(
     Raises:
         TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
             launch.
-        RuntimeError: an argument requires a gradient and `out` is passed, operands or the output are FP8, or a is a
-            Sparse24; torch.compile traces a call with an FP8 Sparse24; or the GPU is older than sm_80.
+        RuntimeError: an argument requires a gradient, and `out` or a source is passed, operands or the output are FP8,
+            or a is a Sparse24; torch.compile traces a call with an FP8 Sparse24 or a source; or the GPU is older than
+            sm_80.
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     special = not (type(a) is type(b) is Tensor) and (type(a) in SPECIAL or type(b) in SPECIAL)
@@ -142,11 +146,12 @@ def gemm(
     amax = None if return_amax is False else new_amax("gemm", return_amax, a)
     watches = out is None and watched(a, b, bias, residual)
     plain = epilogue is None and not special
-    if watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax)):
+    fp8 = watches and (scaled(a, scale_a, scale_b, use_fast_accum) or narrow(out, out_dtype, scale_out, amax))
+    if fp8 or source is not None:
         watches = False  # the call raises
     values: tuple = (
         a, b, out, bias, residual, scale_a, scale_b, scale_out, amax, activation, alpha, beta, out_dtype, epilogue,
-        accumulation_dtype, precision, use_fast_accum,
+        accumulation_dtype, precision, use_fast_accum, source,
     )  # fmt: skip
     if plain and not (compiling or casts or hidden()):
         try:

@@ -63,7 +63,7 @@ def gemm(args, out_dtype: torch.dtype, with_z: bool = False):
     b_blocks = b_blocks and (scale_b.shape[-2] != 1 or scale_b.shape[-1] != b.shape[-1])
     x = a.to(wide) * of_elements(scale_a, a) if a_blocks else a.to(wide)
     y = b.to(wide) * of_elements(scale_b, b) if b_blocks else b.to(wide)
-    acc = torch.matmul(x, y)
+    acc = torch.matmul(x, y) if args.source is None else args.source.matmul(x, y)
     for scale, blocks, dim in ((scale_a, a_blocks, -1), (scale_b, b_blocks, -2)):
         if scale is not None and not blocks:  # (M,) and (N,) mean (M, 1) and (1, N)
             if scale.numel() == 1:

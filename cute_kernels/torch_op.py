@@ -239,6 +239,11 @@ def wants_z(activation, epilogue, *tensors) -> bool:
 def traced_gemm(args: GemmArgs):
     """gemm inside a torch.compile trace, and for calls through the dispatcher."""
     check_traced("gemm", *args.tensors)
+    if args.source is not None:
+        raise RuntimeError(
+            "gemm: source is not supported under torch.compile, torch.func and dispatch modes; call gemm outside of "
+            "them, or in a function decorated with @torch.compiler.disable"
+        )
     out, amax = args.out, args.amax
     if narrow(out, args.out_dtype, args.scale_out, amax):
         check_no_grad("gemm with an FP8 output", *args.inputs, amax)

@@ -345,6 +345,7 @@ def operands_text(facts: GemmFacts) -> str:
     text += " scaled" if facts.block and facts.block.scaled else ""
     text += " fast" if facts.use_fast_accum else ""
     text += " chained" if facts.chained else ""
+    text += f" source {facts.source.tile_m}x{facts.source.tile_k}" if facts.source is not None else ""
     text += " promoted" if facts.promoted else ""
     text += f" sums {SHORT[facts.acc_dtype]}" if facts.acc_dtype != "float32" else ""
     return text + (" ordered" if facts.ordered else "") + (" linear" if facts.transposed else "")

@@ -198,6 +198,7 @@ class GemmFacts:
     acc_dtype: str = "float32"
     promoted: bool = False
     chained: bool = False
+    source: Any = None  # KTileSource of gemm's source argument
 
     @property
     def multiplies_tile_numbers(self) -> bool:

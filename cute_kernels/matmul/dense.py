@@ -3,10 +3,10 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..k_tiles import DenseSource
 from .config import GemmFacts
 from .epilogue.formula import EpilogueArgs
 from .kernels import kernel_for
+from .user_k_tiles import source_for
 
 
 def view(tensor: cute.Tensor, shape: tuple, stride: tuple) -> cute.Tensor:
@@ -64,7 +64,7 @@ class DenseGemm:
 
     def source(self, k_tiles: Int32, a_batch: Int32):
         """The source of a row tile's K-tiles, `k_tiles` along K; see cute_kernels.k_tiles."""
-        return DenseSource(k_tiles, a_batch)
+        return source_for(self.facts, k_tiles, a_batch)
 
     def output(self, d: cute.Tensor) -> cute.Tensor:
         (M, N, L), (sM, sN, sL) = batched(d)

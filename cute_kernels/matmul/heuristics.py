@@ -93,5 +93,6 @@ def facts_for(problem: Problem, name: str, spec: ArchSpec, config) -> GemmFacts:
         epilogue=problem.epilogue,
         use_fast_accum=problem.use_fast_accum and not config.converts,
         promoted=problem.promoted,
+        source=problem.source,
         acc_dtype=problem.acc_dtype if type(config) is GemmConfig else "float32",
     )

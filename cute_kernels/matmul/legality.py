@@ -218,6 +218,8 @@ def gemm(facts: GemmFacts) -> str:
     """Rules of the GEMM kernel of the facts' path."""
     if reason := general(facts):
         return reason
+    if facts.source is not None and (reason := facts.source.unsupported(facts)):
+        return reason
     return sm80(facts) if facts.path == "sm_80" else tma_operands(facts) or sm90(facts)
 
 

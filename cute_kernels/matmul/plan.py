@@ -43,6 +43,8 @@ class Plan(CallPlan):
         if f.dtype == "float32":
             where = "when they are copied" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
             lines.append(f"precision: operands rounded to TF32 {where}")
+        if f.source is not None:
+            lines.append(f"source: tiles of {f.source.tile_m}x{f.source.tile_k}, of a KTileSource")
         if f.block:
             steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")

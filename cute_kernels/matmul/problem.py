@@ -52,6 +52,7 @@ class Problem:
     structured: bool = False  # True if A is 2:4 sparse; its layout is that of the stored half
     acc_dtype: str = "float32"  # accumulator that the kernel may use; see GemmFacts
     promoted: bool = False  # see GemmFacts
+    source: Any = None  # see GemmFacts
     mma_rate: float = 1.0  # speed of the tensor cores relative to an FP32 accumulator
 
     @property

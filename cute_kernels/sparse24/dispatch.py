@@ -65,6 +65,8 @@ def check_kind(args: GemmArgs) -> None:
     """Raise for a Sparse24 b and for arguments that are not supported with a Sparse24."""
     if not isinstance(args.a, Sparse24):
         raise TypeError("gemm: only a may be a Sparse24, got one for b; multiply the transposes, gemm(W, a.mT).mT")
+    if args.source is not None:
+        raise ValueError(f"{OP}: source is not supported; call gemm(a.to_dense(), b, source=...)")
     if args.precision is not None:
         raise ValueError(f"{OP}: precision is for float32 operands, which are not supported (leave it out)")
     if args.scale_out is not None or args.amax is not None:

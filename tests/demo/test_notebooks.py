@@ -1,12 +1,9 @@
 """The notebooks run from top to bottom, on the CPU."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
-
-from cute_kernels.runtime import families
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples/notebooks").glob("*.ipynb"))
 
@@ -18,8 +15,6 @@ def test_it_runs(path, tmp_path, monkeypatch):
     if (matplotlib := pytest.importorskip("matplotlib")) is not None:
         matplotlib.use("agg")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(families, "_REGISTRY", dict(families._REGISTRY))
-    families.register(importlib.import_module("examples.k_tiles").FAMILY)  # imported before by another test, maybe
     names = {"__name__": "notebook"}
     for number, cell in enumerate(json.loads(path.read_text())["cells"]):
         assert not cell.get("outputs"), "clear the outputs before a commit"
