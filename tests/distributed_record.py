@@ -18,7 +18,7 @@ from bench.record import RESULTS, save
 from .ranks import Ranks
 
 # Modules with a list CHECKS of functions check(device). A part that adds checks adds its module here.
-MODULES = ["tests.sparse_collective.distributed_checks"]
+MODULES = ["tests.sparse_collective.distributed_checks", "tests.sparse_collective.fsdp_checks"]
 
 
 def checks(only: str) -> list[str]:
@@ -33,7 +33,7 @@ def run(world: int, backend: str, names: list[str], seconds: float) -> dict[str,
     try:
         for name in names:
             begin = time.perf_counter()
-            errors = {rank: error for rank, error in enumerate(ranks.outcomes(name, seconds)) if error}
+            errors = {rank: error for rank, error in enumerate(ranks.outcomes(name, seconds=seconds)) if error}
             found[name] = {"ok": not errors, "seconds": round(time.perf_counter() - begin, 2)}
             if errors:
                 found[name]["errors"] = {rank: error.splitlines()[-30:] for rank, error in errors.items()}

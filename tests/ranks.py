@@ -39,12 +39,12 @@ def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=seconds), device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    while (name := inbox.get()) is not None:
-        error = ""
+    while (task := inbox.get()) is not None:
+        (name, arguments), error = task, ""
         try:
             module, _, function = name.partition(":")
             torch.manual_seed(0)
-            getattr(importlib.import_module(module), function)(device)
+            getattr(importlib.import_module(module), function)(device, *arguments)
         except BaseException:
             error = traceback.format_exc()
         outbox.put((rank, error))
@@ -71,15 +71,16 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def outcomes(self, name: str, seconds: float = 120, after_error: float = 3) -> list[str]:
+    def outcomes(self, name: str, *arguments: Any, seconds: float = 120, after_error: float = 3) -> list[str]:
         """Run a check, "module:function"; returns each rank's error, "" where it passed.
 
+        arguments: of the check, after the device.
         after_error: seconds that other ranks get after the first error, before they are killed.
         """
         if not self.processes:
             self.start()
         for inbox in self.inboxes:
-            inbox.put(name)
+            inbox.put((name, arguments))
         errors: dict[int, str] = {}
         failed, end = False, time.monotonic() + seconds
         while len(errors) < self.world and time.monotonic() < end:
@@ -95,13 +96,13 @@ class Ranks:
             self.kill()
         return found
 
-    def run(self, name: str, seconds: float = 120) -> None:
-        """Run a check.
+    def run(self, name: str, *arguments: Any, seconds: float = 120) -> None:
+        """Run a check, as `outcomes` does.
 
         Raises:
             AssertionError: it failed; with the errors of all ranks.
         """
-        errors = self.outcomes(name, seconds)
+        errors = self.outcomes(name, *arguments, seconds=seconds)
         text = "\n".join(f"rank {rank} of {self.world}: {error}" for rank, error in enumerate(errors) if error)
         assert not text, text
 

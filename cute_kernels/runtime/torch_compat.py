@@ -61,6 +61,7 @@ __all__ = [
     "overrides_dispatch",
     "pending_writes",
     "raw_stream",
+    "resize_fully_sharded",
     "run_in_trace",
     "schema_arguments",
     "schema_of",
@@ -137,6 +138,38 @@ def _jvp_levels() -> set[int]:
 def is_dtensor(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
+    """Let FSDP2 know that a sharded parameter has another size in dimension 0; nothing if FSDP2 does not manage it.
+
+    Args:
+        parameter: a DTensor whose local tensor is the beginning of `room`.
+        room: as many entries as the largest shard has.
+    """
+    states = sys.modules.get("torch.distributed._composable_state")
+    for reference in list(getattr(states, "_module_state_mapping", {}).values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for managed in getattr(group, "fsdp_params", ()):
+                if managed.sharded_param is parameter:
+                    _resize_managed(managed, parameter, room)
+                    return
+
+
+def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:
+    """Set all that an FSDPParam derives from the size of its parameter, which is sharded at present."""
+    local = parameter._local_tensor
+    managed._orig_size, managed.sharded_size = parameter.size(), local.size()
+    managed._contiguous_orig_stride, managed.contiguous_sharded_stride = parameter.stride(), local.stride()
+    managed.padded_sharded_param_size, managed._sharded_param_data = room.size(), room.view(-1)
+    managed._sharding_spec = parameter._spec
+    if managed.post_forward_mesh_info is not None:
+        managed._init_sharded_post_forward_param_metadata(torch.empty(parameter.shape, device="meta"))
+    managed.all_gather_outputs = []
+    if hasattr(managed, "_unsharded_param"):
+        del managed._unsharded_param
 
 
 # ---------------------------------------------------------------------- batched gradients

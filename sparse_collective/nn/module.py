@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from cute_kernels.annotations import Activation
 from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.runtime.torch_compat import is_dtensor
 
 from .. import checks as arguments
 from ..alignment import aligned
@@ -19,6 +20,7 @@ from ..bsr import BsrMatrix
 from ..pattern import Pattern, pattern_of
 from .indices import drawn_indices, given_indices, owned
 from .parametrized import Parametrizable, name_of_values
+from .shards import check_same, pattern_hash
 
 __all__ = ["BsrModule", "block_grid"]
 
@@ -101,6 +103,7 @@ class BsrModule(Parametrizable):
                 name, mask=mask, indices=indices, patterns=patterns, grid=(rows, cols), blocksize=self.blocksize
             )
         self._random, self._kept_pattern = density is not None, None
+        self._shard_mesh, self._compared = None, False
         if device.type == "meta" and not self._random:
             self._kept_pattern = crow.cpu(), col.cpu()  # for reset_parameters, where to_empty has left nothing
         self.register_buffer("crow_indices", owned(crow.to(device)))
@@ -168,6 +171,13 @@ class BsrModule(Parametrizable):
         )
         if fits and kept.stored is values and self._dtype is values.dtype:
             return kept
+        if is_dtensor(values):
+            raise RuntimeError(
+                f"values of this {type(self).__name__} are sharded; call the module that fully_shard was applied to, "
+                "or unshard() it first"
+            )
+        if self._shard_mesh is not None and not self._compared:
+            self.compare_patterns()
         if not fits or kept.stored.shape != values.shape:
             kept = self._learn(values.detach())
             self._weight = kept
@@ -175,6 +185,18 @@ class BsrModule(Parametrizable):
         if type(values) is nn.Parameter:  # and not what a transformation puts in its place for one call
             self._weight, self._dtype = matrix, values.dtype
         return matrix
+
+    def compare_patterns(self) -> None:
+        """Compare the pattern with that of the other ranks that hold shards of `values`. Synchronizes.
+
+        Raises:
+            RuntimeError: it differs.
+        """
+        check_same(
+            type(self).__name__, "the pattern", pattern_hash(self.crow_indices, self.col_indices), self._shard_mesh,
+            "seed all ranks alike before the model is made, or load one state before fully_shard",
+        )  # fmt: skip
+        self._compared = True
 
     def _matrix(self, values: Tensor, check: bool) -> BsrMatrix:
         return BsrMatrix(self.crow_indices, self.col_indices, values, self.matrix_shape, check=check)
@@ -197,7 +219,7 @@ class BsrModule(Parametrizable):
 
         Wrong ones raise when they are used.
         """
-        self._weight, self._checked = None, False
+        self._weight, self._checked, self._compared = None, False, False
         crow = self.crow_indices
         if type(crow) is not Tensor or crow.is_meta or self.col_indices.is_meta:
             return
@@ -274,6 +296,11 @@ class BsrModule(Parametrizable):
             self._adopt()
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "values" and is_dtensor(value):  # as fully_shard sets it, also after each use
+            self.__dict__["_shard_mesh"] = value.device_mesh
+
     def __delattr__(self, name: str) -> None:
         if name in TENSORS[:2]:  # so does register_parametrization
             raise TypeError(f"{name} of a {type(self).__name__} cannot be deleted or parametrized; parametrize values")
@@ -282,7 +309,7 @@ class BsrModule(Parametrizable):
     # State
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_weight": None}
+        return {**self.__dict__, "_weight": None, "_shard_mesh": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_compat import is_dtensor
+from cute_kernels.runtime.torch_compat import is_dtensor, resize_fully_sharded
 
 from ..pattern_update import moved
 
-__all__ = ["check_same", "gathered", "local_part", "moved_shards", "pattern_hash", "shard_range"]
+__all__ = [
+    "bounds",
+    "check_same",
+    "gathered",
+    "local_part",
+    "moved_shards",
+    "pattern_hash",
+    "replace_shards",
+    "shard_dim",
+    "shard_range",
+]
 
 
 def shard_dim(t: Any) -> int | None:
@@ -107,6 +117,23 @@ def moved_shards(t: Any, origin: Tensor) -> Any:
     result.index_copy_(0, stored[received] - new[rank], incoming)
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(result, mesh, t.placements, run_check=False, shape=shape, stride=strides)
+
+
+def replace_shards(parameter: Any, new: Any) -> None:
+    """Put a DTensor with another number of blocks into the same Parameter; FSDP2 manages it as before.
+
+    Its gradient must be None.
+    """
+    dim, part = shard_dim(new), new.to_local()
+    room = part
+    if dim is not None:
+        room = part.new_zeros(bounds(len(new), new.device_mesh.size(dim))[1], *part.shape[1:])
+        room[: len(part)] = part
+    new = type(new).from_local(
+        room[: len(part)], new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+    )
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(new, requires_grad=parameter.requires_grad))
+    resize_fully_sharded(parameter, room)
 
 
 def pattern_hash(*tensors: Tensor) -> int:

@@ -3,7 +3,11 @@
 import pytest
 
 from ..ranks import Ranks
-from . import distributed_checks
+from . import distributed_checks, fsdp_checks
+
+CHECKS = [
+    f"{module.__name__}:{check.__name__}" for module in (distributed_checks, fsdp_checks) for check in module.CHECKS
+]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -13,6 +17,13 @@ def ranks(request):
     ranks.close()
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in distributed_checks.CHECKS])
+@pytest.mark.parametrize("check", CHECKS, ids=[check.rpartition(":")[2] for check in CHECKS])
 def test_against_one_process(ranks, check):
-    ranks.run(f"{distributed_checks.__name__}:{check}")
+    ranks.run(check)
+
+
+def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path):
+    for number, world in enumerate((1, 2, 4, 1)):
+        ranks = Ranks(world)
+        ranks.run(f"{fsdp_checks.__name__}:checkpoint_of_another_world", str(tmp_path), number)
+        ranks.close()

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.torch_compat import is_dtensor
+
 from ...pattern import Pattern, indices_of, ranks, top_keys, top_keys_of_rows
 from ...pattern_update import moved, origins, update_pattern_
 from ..linear import BsrLinear
 from ..module import put_data
 from ..parametrized import check_not_computed
-from .scores import Blocks, Scores, magnitude_of, plain
+from ..shards import check_same, moved_shards, pattern_hash, replace_shards, shard_dim
+from .scores import Blocks, Scores, magnitude_of
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
 
@@ -80,7 +83,8 @@ def prune_(
         optimizer: whose state follows the blocks, as carry_optimizer_state has it.
 
     Raises:
-        TypeError: the layer is no BsrLinear, or its values are sharded.
+        TypeError: the layer is no BsrLinear, or tensor parallel.
+        RuntimeError: values are sharded by fully_shard, and gathered at present; or ranks would choose differently.
         ValueError: not exactly one of density and per_row is given, or more blocks are asked for than there are.
     """
     _check_layer("prune_", layer)
@@ -104,8 +108,11 @@ def prune_(
         if not 0 <= nnz <= layer.nnz:
             raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
         new = keys[top_keys(found, nnz)]
+    _compare("prune_", layer, "scores=", new)
     if len(new) == layer.nnz:
         return layer
+    if len(new) == 0 and layer._shard_mesh is not None:
+        raise ValueError("prune_: fully_shard has no parameters without elements; keep at least one block")
     _move(layer, keys, new, optimizer)
     return layer
 
@@ -143,7 +150,8 @@ def change_pattern_(
         generator: for grow="random", of the layer's device. In several processes give all the same seed.
 
     Raises:
-        TypeError: the layer is no BsrLinear, or its values are sharded.
+        TypeError: the layer is no BsrLinear, or tensor parallel.
+        RuntimeError: values are sharded by fully_shard, and gathered at present; or ranks would choose differently.
         ValueError: fraction or grow is wrong, or even_rows is asked of uneven ones.
     """
     _check_layer("change_pattern_", layer)
@@ -155,21 +163,25 @@ def change_pattern_(
     values = layer._parameters.get("values")
     values = layer.values if values is None else values
     candidates = _grow_scores(grow, (rows, cols), col.device, generator)
-    if even_rows and not layer.weight.even:
+    known = layer.weight if layer._shard_mesh is None else layer._weight
+    if even_rows and not (known is not None and known.even):
         raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
     nnz = col.shape[0]
     if nnz == 0:
         return layer
     found = (
-        magnitude_of(values.detach()) if isinstance(drop, str) and drop == "magnitude" else Blocks.of(layer).score(drop)
+        magnitude_of(values.detach())
+        if isinstance(drop, str) and drop == "magnitude" and layer._shard_mesh is None
+        else Blocks.of(layer).score(drop)
     )
+    _compare("change_pattern_", layer, "grow= or drop=", found, candidates)
     gradient = values.grad
     moving: list[Tensor] = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()
     dropped = round(fraction * (nnz // rows if even_rows else nnz))
     origin = update_pattern_(found, candidates, crow, col, cols, dropped, even_rows)
     for t in moving:
-        t.copy_(moved(t, origin))
+        t.copy_(_moved(t, origin))
     layer._pattern_changed(even=even_rows)
     return layer
 
@@ -199,16 +211,43 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
     values = layer._parameters.get("values")
     if values is None:
         check_not_computed(op, layer)
-    plain(layer.values if values is None else values)
+    if hasattr(layer, "place"):
+        raise TypeError(
+            f"{op}: each rank holds a part of this tensor-parallel layer; change it before parallelize_module"
+        )
+    if layer._shard_mesh is None:
+        return
+    if not is_dtensor(layer.values):
+        raise RuntimeError(
+            f"{op}: values of this layer are gathered at present, as between forward and backward; call reshard() of "
+            "the module that fully_shard was applied to"
+        )
+    shard_dim(layer.values)
+
+
+def _compare(op: str, layer: BsrLinear, what: str, *choices: Tensor) -> None:
+    """Refuse choices that differ between the ranks that hold shards of a layer, before anything is written."""
+    if layer._shard_mesh is not None:
+        check_same(
+            op, what, pattern_hash(*choices), layer._shard_mesh,
+            "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
+        )  # fmt: skip
+
+
+def _moved(t: Tensor, origin: Tensor) -> Tensor:
+    return moved_shards(t, origin) if is_dtensor(t) else moved(t, origin)
 
 
 def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Store the blocks `new` in place of `keys`, both ascending, and not as many."""
     values, gradient, pattern = layer.values, layer.values.grad, indices_of(new, *layer.grid)
     origin = origins(keys, new)
-    gradient = None if gradient is None else moved(gradient, origin)
+    gradient = None if gradient is None else _moved(gradient, origin)
     values.grad = None
-    put_data(values, moved(values, origin))
+    if is_dtensor(values):
+        replace_shards(values, _moved(values.detach(), origin))
+    else:
+        put_data(values, moved(values, origin))
     values.grad = gradient
     layer.col_indices = pattern[1]
     layer.crow_indices.copy_(pattern[0])
@@ -246,7 +285,7 @@ def carry_optimizer_state(
 
 def _carry(optimizer: torch.optim.Optimizer, parameter: Tensor, origin: Tensor, nnz: int) -> None:
     for name, t in _state_of_blocks(optimizer, parameter, nnz).items():
-        new = moved(t, origin)
+        new = _moved(t, origin)
         if new.shape == t.shape:
             t.copy_(new)
         else:
@@ -267,5 +306,5 @@ def _state_of_blocks(optimizer: torch.optim.Optimizer | None, parameter: Tensor,
                 f"the optimizer's {name} has shape {tuple(t.shape)}; only state with an entry for each of the {nnz} "
                 "blocks can follow them"
             )
-        found[name] = plain(t)
+        found[name] = t
     return found

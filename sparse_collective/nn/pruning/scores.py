@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from cute_kernels.gradients import saved_of, through_epilogue
 from cute_kernels.ops import gemm
 from cute_kernels.reference import gate
+from cute_kernels.runtime.torch_compat import is_dtensor
 
 from ...conversions import block_view
 from ...ops import bsr_linear
 from ..gated import GatedBsrLinear, GatedLinear
 from ..linear import BsrLinear
+from ..shards import gathered, local_part, shard_range
 
 __all__ = [
     "Blocks",
@@ -42,17 +44,20 @@ class Blocks:
     weight: (n, bm, bk).
     gradient: the same of the weight's gradient, None where there is none.
     columns: (n,) int64 block column of each.
+    shards: the DTensor that weight is this rank's part of; None if weight has all blocks.
     """
 
     module: Any
     weight: Tensor
     gradient: Tensor | None
+    shards: Any = None
 
     @functools.cached_property
     def columns(self) -> Tensor:
         """Made when first asked for, as the pattern is then."""
         if isinstance(self.module, BsrLinear):
-            return self.module.col_indices.long()
+            columns = self.module.col_indices.long()
+            return columns if self.shards is None else columns[slice(*shard_range(self.shards))]
         columns = self.module.weight.shape[1] // self.weight.shape[-1]
         return torch.arange(columns, device=self.weight.device).repeat(len(self.weight) // max(columns, 1))
 
@@ -60,13 +65,15 @@ class Blocks:
     def of(cls, module: nn.Module, blocksize: Sequence[int] | None = None) -> Blocks:
         """The stored blocks of a BsrLinear, or all blocks of `blocksize` of an nn.Linear.
 
+        Of a BsrLinear whose values fully_shard has split, the blocks of this rank.
+
         Raises:
-            TypeError: the module is neither, or its values are sharded.
+            TypeError: the module is neither, or an nn.Linear whose weight is sharded.
         """
         if isinstance(module, BsrLinear):
-            values = plain(module.values)
-            gradient = None if values.grad is None else plain(values.grad)
-            return cls(module, values.detach(), gradient)
+            values = module.values
+            gradient = None if values.grad is None else local_part(values.grad)
+            return cls(module, local_part(values), gradient, values if is_dtensor(values) else None)
         if isinstance(module, nn.Linear) and blocksize is not None:
             weight, gradient = plain(module.weight), module.weight.grad
             blocks = block_view(weight.detach(), blocksize)
@@ -75,10 +82,10 @@ class Blocks:
         raise TypeError(f"blocks are scored of a BsrLinear, or of an nn.Linear and a blocksize; got {type(module)}")
 
     def score(self, scores: str | Tensor | Scores) -> Tensor:
-        """(n,) float32.
+        """(nnz,) float32 of all stored blocks; those of other ranks are all-gathered.
 
         Args:
-            scores: "magnitude", "gradient" (see SCORES), a function of Blocks, or the scores themselves (n,).
+            scores: "magnitude", "gradient" (see SCORES), a function of Blocks, or the scores themselves (nnz,).
 
         Raises:
             TypeError, ValueError: `scores` is none of these, or has another shape.
@@ -90,19 +97,34 @@ class Blocks:
         if not isinstance(scores, Tensor):
             if not callable(scores):
                 raise TypeError(f"scores must be a name, a tensor or a function of Blocks, got {type(scores).__name__}")
-            scores = scores(self)
-        if scores.numel() != len(self.weight) or scores.is_complex():
-            raise ValueError(f"scores have shape {tuple(scores.shape)}; there are {len(self.weight)} blocks")
-        return scores.detach().flatten().to(self.weight.device, torch.float32)
+            scores = checked(scores(self), len(self.weight)).to(self.weight.device)
+            return scores if self.shards is None else gathered(scores, self.shards)
+        total = len(self.weight) if self.shards is None else len(self.shards)
+        return checked(scores, total).to(self.weight.device)
 
 
 Scores = Callable[[Blocks], Tensor]
 
 
+def checked(scores: Tensor, blocks: int) -> Tensor:
+    """(blocks,) float32
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    if scores.numel() != blocks or scores.is_complex():
+        raise ValueError(f"scores have shape {tuple(scores.shape)}; there are {blocks} blocks")
+    return scores.detach().flatten().to(torch.float32)
+
+
 def plain(t: Tensor) -> Tensor:
-    """`t`, which must be whole: of shards no block can be compared with all others."""
+    """`t`, the weight of an nn.Linear, which must be whole.
+
+    Raises:
+        TypeError: it is sharded.
+    """
     if type(t) is not nn.Parameter and type(t) is not Tensor and type(t.data) is not Tensor:
-        raise TypeError(f"values are a {type(t.data).__name__}; unshard the layer, or prune before it is sharded")
+        raise TypeError(f"the weight is a {type(t.data).__name__}; unshard the layer, or choose blocks before that")
     return t
 
 

@@ -1,0 +1,283 @@
+"""Checks of fully_shard and DistributedDataParallel, which each rank runs; see tests/ranks.py."""
+
+import copy
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sparse_collective.nn import (
+    BsrGroupedLinear,
+    BsrLinear,
+    BsrMixtureOfExperts,
+    DenseGradients,
+    GatedBsrLinear,
+    SwiGLU,
+    change_pattern_,
+    prune_,
+)
+
+from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
+
+
+class Grouped(nn.Module):
+    """A BsrGroupedLinear whose tokens go to experts by their signs."""
+
+    def __init__(self, one_pattern, **more):
+        super().__init__()
+        self.experts = BsrGroupedLinear(3, 128, 128, True, (32, 32), one_pattern=one_pattern, density=0.4, **more)
+
+    def forward(self, x):
+        expert = (x[:, :2] > 0).sum(1)
+        order = expert.argsort(stable=True)
+        offs = torch.searchsorted(expert[order], torch.arange(3, device=x.device), right=True).int()
+        return torch.zeros_like(x).index_copy(0, order, self.experts(x[order], offs))
+
+
+def models(device):
+    """name -> (model of 128 features in and out, submodules to shard before the root)"""
+    more = {"device": device, "dtype": dtype_of(device)}
+    torch.manual_seed(5)
+    two = nn.Sequential(
+        BsrLinear(128, 96, True, (32, 32), density=0.42, activation="silu", **more),
+        BsrLinear(96, 128, True, (32, 32), density=0.5, **more),
+    )
+    gated = nn.Sequential(GatedBsrLinear(128, 256, False, (32, 32), density=0.3, **more))
+    moe = BsrMixtureOfExperts(128, 128, 3, 2, False, (32, 32), density=0.4, group_rows=64, **more)
+    swiglu = SwiGLU(128, 256, True, (64, 32), density=0.3, **more)
+    return {
+        "each layer": (two, list(two)),
+        "one layer": (copy.deepcopy(two), [1]),
+        "root": (copy.deepcopy(two), []),
+        "gated": (gated, [0]),
+        "SwiGLU": (swiglu, []),
+        "gate_up of SwiGLU": (copy.deepcopy(swiglu), ["gate_up"]),
+        "experts of one pattern": (Grouped(True, **more), ["experts"]),
+        "experts of own patterns": (Grouped(False, **more), ["experts"]),
+        "mixture": (moe, ["gate", "down"]),
+    }
+
+
+def sharded(model, parts, mesh=None):
+    """A copy of the model under fully_shard."""
+    model = copy.deepcopy(model)
+    for part in parts:
+        fully_shard(model.get_submodule(str(part)) if not isinstance(part, nn.Module) else part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model, alone, optimizers, steps=2, seed=1):
+    """Some steps on each rank's part of a batch, beside one process on all of it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = next(alone.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(16, 128, generator=generator).to(device, dtype_of(device))
+        for m, part, optimizer in ((model, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
+            optimizer.zero_grad()
+            m(part).float().square().mean().backward()
+            optimizer.step()
+
+
+def agree(model, alone, slack=1.0):
+    """Parameters and buffers are those of one process."""
+    theirs = dict(alone.state_dict())
+    for name, mine in model.state_dict().items():
+        if mine.is_floating_point():
+            near(whole(mine), theirs[name], slack)
+        else:
+            assert torch.equal(whole(mine), theirs[name]), name
+
+
+def pair_of(name, device, mesh=None, rate=1e-3):
+    alone, parts = models(device)[name]
+    names = [n for n, m in alone.named_modules() if any(m is part for part in parts)]
+    model = sharded(alone, names or parts, mesh)
+    # SGD with momentum: its steps are linear in the gradients, so that rounding stays small.
+    return model, alone, [torch.optim.SGD(m.parameters(), lr=rate, momentum=0.9) for m in (model, alone)]
+
+
+def fully_sharded_training(device):
+    for name in models(device):
+        model, alone, optimizers = pair_of(name, device)
+        values = [p for n, p in model.named_parameters() if n.endswith("values")]
+        assert all(p.placements[0].is_shard(0) for p in values)
+        buffers = [b for n, b in model.named_buffers() if "indices" in n]
+        assert buffers and all(type(b) is torch.Tensor for b in buffers)
+        if name == "mixture":  # the sum over tokens of each rank is not that of whole runs
+            model(normal(16, 128, device=device)).sum().backward()
+            continue
+        train(model, alone, optimizers)
+        agree(model, alone)
+
+
+def hybrid_sharding(device):
+    """Replicated over one mesh dimension, sharded over the other."""
+    world = dist.get_world_size()
+    mesh = mesh_of(device, 2, world // 2, names=("replicate", "shard"))
+    model, alone, optimizers = pair_of("each layer", device, mesh)
+    train(model, alone, optimizers)
+    prune_(model[0], 0.25, optimizer=optimizers[0])
+    prune_(alone[0], 0.25, optimizer=optimizers[1])
+    train(model, alone, optimizers, seed=2)
+    agree(model, alone)
+
+
+def state_agrees(optimizers, model, alone):
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (mine, theirs), strict=True)]
+        assert states[0].keys() == states[1].keys()
+        for key in states[0]:
+            if isinstance(states[0][key], torch.Tensor) and states[0][key].dim():
+                near(whole(states[0][key]), states[1][key], 4)
+
+
+def pattern_changes(device):
+    """prune_ and change_pattern_ while training: the pattern, values and optimizer state of one process."""
+    for name in ("each layer", "root"):
+        model, alone, optimizers = pair_of(name, device)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4) for m in (model, alone)]
+        train(model, alone, optimizers)
+        parameters = [p for p in model.parameters()]
+        pairs = list(zip((model, alone), optimizers, strict=True))
+        scores = torch.rand(model[1].nnz, generator=torch.Generator().manual_seed(9)).to(device)
+        for m, optimizer in pairs:
+            change_pattern_(m[0], 0.4, grow="random", optimizer=optimizer, drop=torch.arange(m[0].nnz, device=device),
+                            generator=torch.Generator(device).manual_seed(3))  # fmt: skip
+            prune_(m[1], 0.3, scores=scores, optimizer=optimizer)
+        agree(model, alone)
+        state_agrees(optimizers, model, alone)
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        train(model, alone, optimizers, seed=2)
+        agree(model, alone, 3)
+        for m, optimizer in pairs:
+            change_pattern_(m[1], 0.5, grow=torch.arange(12.0).view(4, 3).to(device), optimizer=optimizer)
+            prune_(m[0], 1 / 12, optimizer=optimizer)
+        train(model, alone, optimizers, seed=3)
+        agree(model, alone, 3)
+        raises(ValueError, "keep at least one block", prune_, model[0], 0.0)
+
+
+def regrowth_by_gradients(device):
+    model, alone, optimizers = pair_of("each layer", device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = normal(16, 128, device=device)
+    with DenseGradients(model) as gradients, DenseGradients(alone) as whole_gradients:
+        (world * model(x.chunk(world)[rank])).float().square().mean().backward()
+        alone(x).float().square().mean().backward()
+    for i in range(2):
+        norms = gradients.block_norms(model[i], group=dist.group.WORLD)
+        near(norms / norms.max(), (n := whole_gradients.block_norms(alone[i])) / n.max(), 4)
+        change_pattern_(model[i], 0.5, grow=n, optimizer=optimizers[0])
+        change_pattern_(alone[i], 0.5, grow=n, optimizer=optimizers[1])
+    agree(model, alone)
+    prune_(model[0], 0.2, scores="gradient")
+    prune_(alone[0], 0.2, scores="gradient")
+    assert torch.equal(model[0].col_indices, alone[0].col_indices)
+
+
+def choices_that_differ(device):
+    model, alone, _ = pair_of("each layer", device)
+    rank, before = dist.get_rank(), model[0].col_indices.clone()
+    generator = torch.Generator(device).manual_seed(rank)
+    raises(RuntimeError, "differs between ranks", change_pattern_, model[0], 0.4, grow="random", generator=generator)
+    scores = (1.0 if rank % 2 else -1.0) * torch.arange(model[0].nnz)
+    raises(RuntimeError, "differs between ranks", prune_, model[0], 0.2, scores=scores)
+    assert torch.equal(before, model[0].col_indices)
+    model[1].unshard()
+    raises(RuntimeError, "gathered at present", prune_, model[1], 0.2)
+    model[1].reshard()
+    torch.manual_seed(rank)
+    other = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
+    raises(RuntimeError, "the pattern differs between ranks", other, normal(4, 128, device=device))
+
+
+def data_parallel(device):
+    alone, _ = models(device)["each layer"]
+    model = copy.deepcopy(alone)
+    ids = None if device.type == "cpu" else [device]
+    wrapped = DistributedDataParallel(model, device_ids=ids)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, alone)]
+    train(wrapped, alone, optimizers)
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        change_pattern_(m[0], 0.5, grow=torch.arange(12.0).view(3, 4).to(device), optimizer=optimizer)
+    train(wrapped, alone, optimizers, seed=2)
+    agree(model, alone)
+
+
+def full_state(device):
+    """Full state dicts to rank 0, and from rank 0 to all."""
+    model, alone, optimizers = pair_of("each layer", device)
+    train(model, alone, optimizers)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        fresh = models(device)["each layer"][0]
+        fresh.load_state_dict(state)
+        agree(fresh, alone)
+    else:
+        assert not state
+    torch.manual_seed(3)
+    other, _, _ = pair_of("each layer", device)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    given = alone.state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, given, options=options)
+    agree(other, alone)
+
+
+def same_folder() -> str:
+    found = [tempfile.mkdtemp(prefix="cute-kernels-checkpoint-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def checkpoints(device):
+    """One process's checkpoint loaded into shards, and that of shards into one process."""
+    model, alone, optimizers = pair_of("each layer", device)
+    train(model, alone, optimizers)
+    folder = same_folder()
+    for name, source, targets in (("alone", alone, (model,)), ("shards", model, (alone,))):
+        expected = {key: whole(t).clone() for key, t in source.state_dict().items()}
+        dcp.save(source.state_dict(), checkpoint_id=f"{folder}/{name}")
+        for target in targets:
+            with torch.no_grad():
+                for p in target.parameters():
+                    p.zero_()
+            state = target.state_dict()
+            dcp.load(state, checkpoint_id=f"{folder}/{name}")
+            target.load_state_dict(state)
+            for key, t in target.state_dict().items():
+                assert torch.equal(whole(t), expected[key]), key
+
+
+def checkpoint_of_another_world(device, folder, number):
+    """Load the checkpoint `number`, train, and save the next one; one process does the same beside."""
+    model, alone, optimizers = pair_of("each layer", device)
+    if number:
+        for m in (model, alone):
+            state = m.state_dict()
+            dcp.load(state, checkpoint_id=f"{folder}/{number - 1}")
+            m.load_state_dict(state)
+        agree(model, alone)
+    train(model, alone, optimizers, seed=number)
+    agree(model, alone)
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{number}")
+
+
+CHECKS = [
+    fully_sharded_training,
+    hybrid_sharding,
+    pattern_changes,
+    regrowth_by_gradients,
+    choices_that_differ,
+    data_parallel,
+    full_state,
+    checkpoints,
+]
