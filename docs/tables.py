@@ -1,4 +1,4 @@
-"""Generate the tables of results in README.md and docs/performance.md from bench/results.
+"""Generate the tables of results in README.md, docs/performance.md and docs/notes/targets.md from bench/results.
 
 python docs/tables.py            rewrite the tables between <!-- table: NAME --> and <!-- end -->
 python docs/tables.py --check    exit 1 if a table differs from the result files
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results/nvidia-h200"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/notes/targets.md")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 README_ROWS = {  # row of single.json -> label in the README
     "gemm 8192x8192x8192, eager": "`gemm` 8192³",
@@ -62,7 +62,7 @@ def microseconds(us: float) -> str:
 
 
 def cells(row: dict) -> list[str]:
-    """One row: ours, the peer, the ratio of useful rates, and the target."""
+    """One row: ours, the peer, and the ratio of useful rates."""
     ours, *peers = (t for t in row["timings"] if "median_us" in t)
     if row["against"] == "the fastest peer":
         peer = max(peers, key=lambda t: t["tflops"])
@@ -70,12 +70,11 @@ def cells(row: dict) -> list[str]:
         peer = next(t for t in peers if t["name"] == row["against"])
     tflops = f"{ours['tflops']:.0f}" if ours["tflops"] >= 20 else f"{ours['tflops']:.1f}"
     us = "" if peer["name"] == LARGE_COPY else microseconds(peer["median_us"])
-    target = "" if row["asked"] is None else f"{row['asked']:g}"
-    return [row["name"], microseconds(ours["median_us"]), tflops, peer["name"], us, f"{row['ratio']:.3f}", target]
+    return [row["name"], microseconds(ours["median_us"]), tflops, peer["name"], us, f"{row['ratio']:.2f}"]
 
 
 def results(suite: str, pattern: str) -> list[str]:
-    head = ["case", "µs", "TFLOP/s", "peer", "peer µs", "ratio", "target"]
+    head = ["case", "µs", "TFLOP/s", "peer", "peer µs", "ratio"]
     return table(head, [cells(r) for r in load(suite)["rows"] if re.match(pattern, r["name"])])
 
 
@@ -100,17 +99,23 @@ def readme() -> list[str]:
 
 
 def measured() -> list[str]:
+    """Date, GPU and versions of each suite."""
     rows = []
     for suite in SUITES:
         file = load(suite)
         env, top, rounds = file["environment"], file["ceilings"], file["rows"][0]["timings"][0]["rounds"]
         versions = f"driver {env['driver']}, torch {env['torch']}, DSL {env['nvidia-cutlass-dsl']}"
-        rows.append([suite, env["commit"], env["date"], env["card"], versions, str(rounds), f"{top['copy_tbs']:.5g}"])
-    head = ["suite", "commit", "date", "card", "versions", "rounds", "copy TB/s"]
-    return table(head, rows)
+        rows.append([suite, env["date"], env["card"], versions, str(rounds), f"{top['copy_tbs']:.5g}"])
+    return table(["suite", "date", "card", "versions", "rounds", "copy TB/s"], rows)
+
+
+def commits() -> list[str]:
+    """Commit of each suite's measurement."""
+    return table(["suite", "commit"], [[suite, load(suite)["environment"]["commit"]] for suite in SUITES])
 
 
 def below_target() -> list[str]:
+    """Rows and checks below the lowest acceptable ratio that bench.cases states."""
     rows = []
     for suite in SUITES:
         file = load(suite)
@@ -125,7 +130,13 @@ def below_target() -> list[str]:
 
 def written(text: str) -> str:
     """Return the document with every table regenerated from the result files."""
-    special = {"readme": readme, "single": single, "measured": measured, "below target": below_target}
+    special = {
+        "readme": readme,
+        "single": single,
+        "measured": measured,
+        "commits": commits,
+        "below target": below_target,
+    }
 
     def fill(match: re.Match) -> str:
         name = match[2]
