@@ -82,12 +82,13 @@ class SwiGLU(nn.Module):
         return self.down(self.gate_up(x))
 
 
-def routing_of(choices: Tensor, experts: int, group_rows: int) -> Padding:
+def routing_of(choices: Tensor, experts: int, group_rows: int, elsewhere: bool = False) -> Padding:
     """The padded layout of tokens sorted by expert; nothing is read on the host.
 
     Args:
         choices: (T, k) int64, in [0, experts).
         group_rows: rows of a run.
+        elsewhere: True if choices may also be `experts` and more, of which nothing is computed.
 
     Returns:
         rows: of the layout, an upper bound that depends on shapes alone.
@@ -98,7 +99,7 @@ def routing_of(choices: Tensor, experts: int, group_rows: int) -> Padding:
     order = flat.argsort(stable=True)
     numbers = torch.arange(experts, device=flat.device, dtype=flat.dtype)
     ends = torch.searchsorted(flat[order], numbers, right=True)  # (E,)
-    rows, sorted_slots, groups = padding_of(ends, flat.shape[0], group_rows, tail=False)
+    rows, sorted_slots, groups = padding_of(ends, flat.shape[0], group_rows, tail=elsewhere)
     return Padding(rows, torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots), groups)
 
 
@@ -109,6 +110,7 @@ def routed(
     experts: int,
     group_rows: int,
     layers: Callable[[Tensor, Tensor], Tensor],
+    elsewhere: bool = False,
 ) -> Tensor:
     """Each token through the experts that were chosen for it: (T, N) of x's dtype, summed in FP32 at least.
 
@@ -118,8 +120,9 @@ def routed(
         weights: (T, k), by which the results of a token's choices are multiplied.
         group_rows: rows of a run.
         layers: of the padded tokens (rows, K) and the expert of each run, the result (rows, N).
+        elsewhere: True if choices may also be `experts` and more; their weights must be 0.
     """
-    padding = routing_of(choices, experts, group_rows)
+    padding = routing_of(choices, experts, group_rows, elsewhere)
     y = layers(spread(x.repeat_interleave(choices.shape[1], 0), padding), padding.groups)
     y = taken(y, padding).unflatten(0, choices.shape)  # (T, k, N)
     return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights[..., None]).sum(1).to(x.dtype)
