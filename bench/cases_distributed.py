@@ -32,10 +32,11 @@ def step_of(module: Callable, x: torch.Tensor, dy: torch.Tensor, parameters: lis
     return step
 
 
-def tensor_parallel(sequence: bool, training: bool) -> Callable[[torch.device], dict]:
+def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Callable[[torch.device], dict]:
     """SwiGLU over all ranks, beside this rank's GEMMs of all tokens without communication.
 
     sequence: x and y are split by tokens, so that x is all-gathered and y reduce-scattered; else y is all-reduced.
+    overlap: beside the GEMMs.
     """
 
     def run(device: torch.device) -> dict:
@@ -45,8 +46,8 @@ def tensor_parallel(sequence: bool, training: bool) -> Callable[[torch.device], 
         deal = deal_hidden(ffn.gate_up, ffn.down, world)
         layout = Shard(0) if sequence else Replicate()
         parallelize_module(ffn, mesh, {
-            "gate_up": BsrColwiseParallel(input_layouts=layout, deal=deal),
-            "down": BsrRowwiseParallel(output_layouts=layout, deal=deal),
+            "gate_up": BsrColwiseParallel(input_layouts=layout, deal=deal, overlap=overlap),
+            "down": BsrRowwiseParallel(output_layouts=layout, deal=deal, overlap=overlap),
         })  # fmt: skip
         whole = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
         dy = torch.randn_like(whole)
@@ -110,8 +111,11 @@ def rows() -> list[Row]:
     limits = {"ratio": {2: 1.05, 4: 1.08}}
     name = f"TP SwiGLU {DIM} to {HIDDEN}, {DENSITY:.1%}, {TOKENS} tokens"
     return [
-        Row(f"{name}, sequence parallel, forward", tensor_parallel(True, False), target=limits),
-        Row(f"{name}, sequence parallel, forward and backward", tensor_parallel(True, True), target=limits),
+        *(
+            Row(f"{name}, {how}, {what}", tensor_parallel(True, training, overlap), target=limits if overlap else None)
+            for overlap, how in ((True, "overlapped"), (False, "sequence parallel"))
+            for training, what in ((False, "forward"), (True, "forward and backward"))
+        ),
         Row(f"{name}, replicated x and y, forward", tensor_parallel(False, False)),
         Row(f"FSDP2 step of the demo transformer at {DENSITY:.1%}, weak scaling", fsdp_step,
             target={"efficiency": {2: 0.93, 4: 0.9}}),

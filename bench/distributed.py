@@ -9,10 +9,10 @@ import datetime
 import importlib
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,15 @@ def all_rows() -> list[Row]:
     return list(itertools.chain.from_iterable(importlib.import_module(name).rows() for name in MODULES))
 
 
-def worker(rank: int, world: int, address: str, only: str, out: str) -> None:
-    """Measure all rows as one rank."""
+def no_multicast() -> None:
+    """Keep NCCL and symmetric memory from NVLink multicast."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def worker(rank: int, world: int, address: str, names: Sequence[str], out: str) -> None:
+    """Measure rows as one rank. An error ends the other ranks, too: they may wait in a collective of the row."""
+    no_multicast()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -98,16 +105,11 @@ def worker(rank: int, world: int, address: str, only: str, out: str) -> None:
     )  # fmt: skip
     found = []
     for row in all_rows():
-        if only not in row.name or (row.ranks and world not in row.ranks):
+        if row.name not in names:
             continue
         begin = time.perf_counter()
-        try:
-            torch.manual_seed(0)
-            entry = {"name": row.name, "ranks": world, **row.run(device)}
-            failed = 0
-        except Exception as error:
-            entry, failed = {"name": row.name, "ranks": world, "error": f"{type(error).__name__}: {error}"[:500]}, 1
-            print(f"rank {rank}: {row.name}: {traceback.format_exc()}", flush=True)
+        torch.manual_seed(0)
+        entry = {"name": row.name, "ranks": world, **row.run(device)}
         if row.target:
             entry["target"] = {name: limits.get(world) for name, limits in row.target.items()}
         found.append(entry)
@@ -115,8 +117,6 @@ def worker(rank: int, world: int, address: str, only: str, out: str) -> None:
         if rank == 0:
             print(f"{line(entry)} [{time.perf_counter() - begin:.1f} s]", flush=True)
             Path(out).write_text(json.dumps(found))
-        if failed:  # other ranks may wait in a collective of this row: nothing after it can be trusted
-            break
     dist.destroy_process_group()
 
 
@@ -125,6 +125,29 @@ def line(entry: dict) -> str:
     rest = {name: value for name, value in entry.items() if name not in ("name", "ranks")}
     shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in rest.items()]
     return f"{entry['ranks']} ranks, {entry['name']}: " + ", ".join(shown)
+
+
+def measure(world: int, only: str) -> list[dict]:
+    """All rows with so many ranks; processes start again after a row that fails."""
+    found: list[dict] = []
+    names = [row.name for row in all_rows() if only in row.name and (not row.ranks or world in row.ranks)]
+    while names:
+        with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
+            out = Path(folder, "rows.json")
+            arguments = world, f"file://{folder}/meeting", names, str(out)
+            try:
+                torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, join=True)
+                error = ""
+            except Exception as failure:
+                error = str(failure).strip().splitlines()[-1][:500]
+                print(failure, flush=True)
+            done = json.loads(out.read_text()) if out.exists() else []
+        if error and len(done) < len(names):
+            done.append({"name": names[len(done)], "ranks": world, "error": error})
+            print(line(done[-1]), flush=True)
+        found += done
+        names = names[len(done) :]
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,20 +160,14 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict] = []
     failed = False
     for world in worlds:
-        with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
-            out = Path(folder, "rows.json")
-            arguments = world, f"file://{folder}/meeting", args.only, str(out)
-            try:
-                torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, join=True)
-            except Exception as error:
-                failed = True
-                print(f"{world} ranks ended: {str(error).splitlines()[-1] if str(error) else error}")
-            rows += json.loads(out.read_text()) if out.exists() else []
+        found = measure(world, args.only)
+        failed |= any("error" in row for row in found)
+        rows += found
         if not args.only and rows:  # what was measured stays, whatever ends this
             where = record.environment()
             data = {"suite": "distributed", "environment": where | {"gpus": count}, "rows": rows}
             print("written:", record.save(args.out, where["card"], "distributed", data))
-    return 1 if failed or any("error" in row for row in rows) else 0
+    return 1 if failed else 0
 
 
 def add_command(subparsers) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import importlib
 import multiprocessing
+import os
 import queue
 import socket
 import time
@@ -32,6 +33,8 @@ def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not used
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

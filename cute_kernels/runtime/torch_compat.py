@@ -43,6 +43,7 @@ __all__ = [
     "forward_ad",
     "forward_operator",
     "functorch_active",
+    "gather_and_consume",
     "guard_attribute",
     "has_global_module_hook",
     "has_memory",
@@ -60,6 +61,7 @@ __all__ = [
     "order_of_matmul",
     "overrides_dispatch",
     "pending_writes",
+    "produce_and_exchange",
     "raw_stream",
     "resize_fully_sharded",
     "run_in_trace",
@@ -170,6 +172,50 @@ def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:
     managed.all_gather_outputs = []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
+
+
+# ---------------------------------------------------------------------- collectives beside GEMMs
+
+
+def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
+    """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
+
+    On CUDA parts are copied through symmetric memory, and each is consumed on one of two streams as it arrives.
+    """
+    import torch.distributed as dist
+
+    if x.is_cuda:
+        from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume as pipelined
+
+        pipelined([x], lambda parts, rank: consume(parts[0], rank), [gathered], group.group_name)
+        return
+    dist.all_gather_into_tensor(gathered, x, group=group)
+    for rank, part in enumerate(gathered.chunk(dist.get_world_size(group))):
+        consume(part, rank)
+
+
+def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor, group: Any) -> Tensor:
+    """Sum over ranks of their summands of this rank's rows; produce(rank, out) computes those for another rank.
+
+    Args:
+        summands: (ranks * t, ...), overwritten.
+
+    Returns:
+        (t, ...). On CUDA each rank's summand is sent through symmetric memory while the next one is computed.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    if summands.is_cuda:
+        from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as pipelined
+
+        pipelined(produce, summands, group.group_name)
+        return summands.unflatten(0, (ranks, -1)).sum(0)
+    for rank, part in enumerate(summands.chunk(ranks)):
+        produce(rank, part)
+    total = torch.empty_like(summands[: len(summands) // ranks])
+    dist.reduce_scatter_tensor(total, summands, group=group)
+    return total
 
 
 # ---------------------------------------------------------------------- batched gradients

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.reference import gate
 from cute_kernels.runtime.torch_compat import is_dtensor
 
 from ..bsr import BsrMatrix
@@ -23,11 +24,12 @@ from ..nn.linear import BsrLinear
 from ..nn.module import BsrModule
 from ..nn.parametrized import check_not_computed
 from ..nn.shards import bounds, check_same, pattern_hash
-from ..ops import bsr_grouped_linear, bsr_linear
+from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
 from ..pattern import Pattern
 from ..splits import submatrix_index
 from .deal import Deal
 from .exchange import columns_of, gather_columns
+from .overlap import GatherLinear, LinearScatter, gathered_linear
 
 __all__ = ["Placed", "TensorParallel", "parallelize"]
 
@@ -43,6 +45,7 @@ class Placed:
     in_order: True if ranks hold contiguous ranges in the order of ranks.
     inputs, outputs: placements of x and of the result.
     use_local_output: whether forward returns a torch.Tensor or a DTensor.
+    overlap: whether communication runs beside the GEMM, a chunk of tokens for each rank.
     """
 
     dim: int
@@ -53,6 +56,7 @@ class Placed:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     use_local_output: bool
+    overlap: bool
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -111,8 +115,44 @@ class TensorParallel(BsrModule):
         bias = self.bias
         return None if bias is None or self.place.dim else own_part(bias, -1, self.local_extent)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """Write local_forward(x) to out."""
+        raise NotImplementedError
+
+    def after(self, z: Tensor) -> Tensor:
+        """Activation or gate of z = x @ W.T + bias."""
+        return z if self.activation is None else ACTIVATIONS[self.activation](z)
+
+    def overlapped(self, x: Tensor) -> Tensor:
+        """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication beside the GEMM."""
+        W, group, bias = self.weight, self.place.mesh.get_group(), self.own_bias()
+        flat, shape, watched = x.reshape(-1, x.shape[-1]), x.shape, (x, W, bias)
+        if self.place.dim:
+            y = self.sum_after(LinearScatter.apply(flat, W.stored, W, group))
+            return y.view(shape[0] // self.place.mesh.size(), *shape[1:-1], y.shape[-1])
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in watched):
+            y = self.after(GatherLinear.apply(flat, W.stored, bias, W, group))
+        else:
+            columns = self.local_extent // (2 if getattr(self, "gated", False) else 1)
+            y = gathered_linear(flat, W, group, self.into, columns)[1]
+        return y.view(shape[0] * self.place.mesh.size(), *shape[1:-1], y.shape[-1])
+
+    def overlaps(self, x: Any, routing: tuple, options: dict) -> bool:
+        """True if this call's communication runs beside its GEMM.
+
+        Raises:
+            ValueError: the number of tokens is not a multiple of the number of ranks.
+        """
+        if not self.place.overlap or is_dtensor(x) or routing or options or x.dtype is not self.values.dtype:
+            return False
+        if self.place.dim and x.shape[0] % self.place.mesh.size():
+            raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
+        return True
+
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
+        if self.overlaps(x, routing, options):
+            return self.overlapped(x)
         if place.dim == 0:
             from torch.distributed.tensor import Partial
 
@@ -130,13 +170,17 @@ class TensorParallel(BsrModule):
         bias: Any = self.bias
         if bias is None and self.activation is None:
             return whole.to_local() if place.use_local_output else whole
-        z = whole.to_local()
+        z = self.sum_after(whole.to_local())
+        return z if place.use_local_output else DTensor.from_local(z, place.mesh, place.outputs, run_check=False)
+
+    def sum_after(self, z: Tensor) -> Tensor:
+        """Bias and activation of the sum of all ranks."""
+        bias, place = self.bias, self.place
         if bias is not None and bias.dim() == 1:
             own = own_part(bias, -1, bias.shape[-1])
             # Ranks that hold different tokens each have a summand of the gradient.
             z = z + (own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh))
-        z = z if self.activation is None else ACTIVATIONS[self.activation](z)
-        return z if place.use_local_output else DTensor.from_local(z, place.mesh, place.outputs, run_check=False)
+        return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 
 class SumGradient(torch.autograd.Function):
@@ -219,6 +263,9 @@ class ParallelBsrLinear(TensorParallel, BsrLinear):
     def local_forward(self, x: Tensor) -> Tensor:
         return bsr_linear(x, self.weight, bias=self.own_bias(), activation=None if self.place.dim else self.activation)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        bsr_linear(x, self.weight, bias=self.own_bias(), activation=self.activation, out=out)
+
 
 class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
     """A GatedBsrLinear over the ranks of a mesh, whose hidden features are dealt."""
@@ -227,6 +274,15 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
         W = self.weight
         fused = not (self.training and (W.requires_grad or x.requires_grad))
         return gated_linear(x, W, self.own_bias(), self.activation, fused)
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        if self.bias is None and not self.training:
+            bsr_gated_linear(x, self.weight, activation=self.activation, out=out)
+        else:
+            out.copy_(self.local_forward(x))
+
+    def after(self, z: Tensor) -> Tensor:
+        return gate(z, self.activation)
 
 
 class ParallelBsrGroupedLinear(TensorParallel, BsrGroupedLinear):
@@ -256,16 +312,14 @@ KINDS: dict[type, type] = {
 }
 
 
-def parallelize(
-    layer: Any, dim: int, mesh: Any, deal: Deal, inputs: Any, outputs: Any, use_local_output: bool, src_data_rank: Any
-) -> BsrModule:
+def parallelize(layer: Any, dim: int, mesh: Any, deal: Deal, style: Any) -> BsrModule:
     """Change a layer in place into its tensor-parallel form; every rank holds the whole layer before."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    style = "BsrRowwiseParallel" if dim else "BsrColwiseParallel"
-    check_layer(style, layer, dim, deal)
+    name, inputs = type(style).__name__, tuple(style.input_layouts)
+    check_layer(name, layer, dim, deal)
     check_same(
-        style, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
+        name, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
         "load one state on all ranks, or seed them alike before the model is made",
     )  # fmt: skip
     side, blocks = layer.blocksize[dim], deal.blocks(layer.blocksize[dim])
@@ -273,16 +327,17 @@ def parallelize(
         stored = set(layer.col_indices.unique().tolist())
         blocks = [[block for block in own if block in stored] for own in blocks]
     place = Placed(
-        dim, mesh, side, tuple(map(tuple, blocks)), deal.contiguous and deal.even, inputs, outputs, use_local_output
-    )
+        dim, mesh, side, tuple(map(tuple, blocks)), deal.contiguous and deal.even, inputs, tuple(style.output_layouts),
+        style.use_local_output, style.overlap,
+    )  # fmt: skip
     indices = indices_of(layer.pattern, place)
     values = padded(layer.values.detach(), -3, [positions for _, _, positions in indices])
-    placed = distribute_tensor(values, mesh, [Shard(values.dim() - 3)], src_data_rank=src_data_rank)
+    placed = distribute_tensor(values, mesh, [Shard(values.dim() - 3)], src_data_rank=style.src_data_rank)
     bias: Any = getattr(layer, "bias", None)
     if bias is not None:
         whole = padded(bias.detach(), -1, features_of(place, bias.device)) if dim == 0 else bias.detach()
         where = Shard(whole.dim() - 1) if dim == 0 else Replicate()
-        bias = distribute_tensor(whole, mesh, [where], src_data_rank=src_data_rank)
+        bias = distribute_tensor(whole, mesh, [where], src_data_rank=style.src_data_rank)
     layer.register_buffer("global_crow_indices", layer.crow_indices, persistent=False)
     layer.register_buffer("global_col_indices", layer.col_indices, persistent=False)
     layer.__class__ = KINDS[type(layer)]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from ..nn.grouped import BsrGroupedLinear
 from ..nn.module import BsrModule
 from .deal import Deal, evenly, least_unit
 from .parallel import parallelize
@@ -28,6 +29,8 @@ class BsrColwiseParallel(ColwiseParallel):
         use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
         deal: the hidden features of each rank, of deal_hidden; without it ranks get ranges of equally many block rows,
             or one more.
+        overlap: all-gather tokens beside the GEMM, which multiplies each rank's as they arrive, through symmetric
+            memory on CUDA. Needs input_layouts=Shard(0), and GPUs that reach each other's memory (NVLink).
 
     parallelize_module raises:
         TypeError: the layer is sharded already.
@@ -47,9 +50,10 @@ class BsrColwiseParallel(ColwiseParallel):
         output_layouts: Any = None,
         use_local_output: bool = True,
         deal: Deal | None = None,
+        overlap: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.deal = deal
+        self.deal, self.overlap = deal, overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
@@ -65,10 +69,9 @@ class BsrColwiseParallel(ColwiseParallel):
                 f"BsrColwiseParallel: output_layouts={wanted} with use_local_output={self.use_local_output} needs "
                 "ranks with equal, contiguous ranges of features; use Shard(-1) and a local output, or another deal"
             )
-        return parallelize(
-            module, 0, device_mesh, deal.of_rows(module), self.input_layouts, self.output_layouts,
-            self.use_local_output, self.src_data_rank,
-        )  # fmt: skip
+        if self.overlap:
+            check_overlap(self, module, self.input_layouts[0].is_shard(0) and wanted.is_shard(-1), "input_layouts")
+        return parallelize(module, 0, device_mesh, deal.of_rows(module), self)
 
 
 class BsrRowwiseParallel(RowwiseParallel):
@@ -86,6 +89,8 @@ class BsrRowwiseParallel(RowwiseParallel):
         use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
         deal: the features of each rank, of deal_hidden; without it ranks get ranges of equally many block columns, or
             one more.
+        overlap: send each rank's summand beside the GEMM of the next one. Needs output_layouts=Shard(0), and tokens
+            that are a multiple of the number of ranks; see BsrColwiseParallel.
 
     Raises as BsrColwiseParallel does.
     """
@@ -97,9 +102,10 @@ class BsrRowwiseParallel(RowwiseParallel):
         output_layouts: Any = None,
         use_local_output: bool = True,
         deal: Deal | None = None,
+        overlap: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.deal = deal
+        self.deal, self.overlap = deal, overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
@@ -113,10 +119,9 @@ class BsrRowwiseParallel(RowwiseParallel):
             )
         side = module.blocksize[1]
         deal = evenly(module.in_features // side, side, device_mesh.size()) if self.deal is None else self.deal
-        return parallelize(
-            module, 1, device_mesh, deal, self.input_layouts, self.output_layouts, self.use_local_output,
-            self.src_data_rank,
-        )  # fmt: skip
+        if self.overlap:
+            check_overlap(self, module, self.input_layouts[0].is_shard(-1) and outputs.is_shard(0), "output_layouts")
+        return parallelize(module, 1, device_mesh, deal, self)
 
 
 def check_no_deal(style: Any, module: nn.Module) -> None:
@@ -127,3 +132,19 @@ def check_no_deal(style: Any, module: nn.Module) -> None:
 def check_mesh(style: Any, mesh: Any) -> None:
     if mesh.ndim != 1:
         raise ValueError(f'{type(style).__name__}: the mesh has {mesh.ndim} dimensions; pass one, as mesh["tp"]')
+
+
+def check_overlap(style: Any, module: nn.Module, layouts_fit: bool, which: str) -> None:
+    """Reject layers and layouts without an overlapped form.
+
+    Raises:
+        ValueError: the layouts are others, or a DTensor is to be returned.
+        TypeError: the layer takes a routing.
+    """
+    name = type(style).__name__
+    if isinstance(module, BsrGroupedLinear):
+        raise TypeError(f"{name}: overlap=True is for BsrLinear and GatedBsrLinear, got {type(module).__name__}")
+    if not layouts_fit or not style.use_local_output:
+        raise ValueError(
+            f"{name}: overlap=True needs {which}=Shard(0), features in Shard(-1), and use_local_output=True"
+        )

@@ -138,6 +138,37 @@ def sequence_parallel(device):
         near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
 
 
+def overlapped(device):
+    """Communication beside the GEMMs, forward and backward, with and without gradients."""
+    mesh = mesh_of(device)
+    rank, parts = dist.get_rank(), mesh.size()
+
+    def part(t):
+        return t.chunk(parts)[rank]
+
+    for bias in (True, False):
+        linear = pair(device, bias, activation="gelu")
+        gated = SwiGLU(128, 512, bias, (64, 32), density=0.4, device=device, dtype=dtype_of(device))
+        for alone, names in ((linear, ("0", "1")), (gated, ("gate_up", "down"))):
+            model = copy.deepcopy(alone)
+            deal = deal_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), parts)
+            parallelize_module(model, mesh, {
+                names[0]: BsrColwiseParallel(input_layouts=Shard(0), deal=deal, overlap=True),
+                names[1]: BsrRowwiseParallel(output_layouts=Shard(0), deal=deal, overlap=True),
+            })  # fmt: skip
+            compare(model, alone, [normal(64, 3, 128, device=device)], part=part, out=part)
+            for name in names:
+                values_agree(model.get_submodule(name), alone.get_submodule(name))
+            x = normal(64, 128, device=device)
+            for mode in (True, False):
+                with torch.no_grad():
+                    near(model.train(mode)(part(x)), part(alone.train(mode)(x)), 2)
+        if bias:
+            near(model.down.bias.grad.full_tensor(), alone.down.bias.grad)
+    style = BsrColwiseParallel(overlap=True)
+    raises(ValueError, "overlap=True needs", parallelize_module, pair(device)[0], mesh, style)
+
+
 def outputs_of_a_column(device):
     alone = pair(device)[0]
     mesh = mesh_of(device)
@@ -214,6 +245,7 @@ CHECKS = [
     distributed_matrix_of_other_patterns,
     column_then_row,
     sequence_parallel,
+    overlapped,
     outputs_of_a_column,
     inputs_of_a_row,
     gated,
