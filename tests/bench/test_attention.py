@@ -3,7 +3,6 @@
 FlashAttention 4, FlexAttention and CUDA's backends are computed by the reference or by torch.
 """
 
-import dataclasses
 import json
 import sys
 import types
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch._functorch.config
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention import attention, mask_mods, reference
 from bench import __main__ as command
@@ -20,19 +18,12 @@ from bench import cases_attention as cases
 from bench import cases_attention_backward as backward
 from bench import findings, peers_attention, record, timing
 from bench import peers_attention_backward as peers_backward
-from bench.peers import Call, WrongResult, compare, verified
+from bench.peers import Call, WrongResult, verified
 from bench.peers_attention import Attention
 from bench.rows import OURS
 from cute_kernels.runtime.device import forced_path
-from sparse_collective import BsrMatrix
 
 FA4 = "flash_attn.cute.interface"
-SMALL = {
-    "packed": backward.TrainingProblem("attention", 1, 60, 60, 2, 2, 16, True, lengths=(25, 30, 5)),
-    "window, grouped": backward.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, (20, 0)),
-    "sinks": backward.TrainingProblem("attention", 1, 70, 70, 16, 2, 16, True, sinks=True),
-    "ALiBi": backward.TrainingProblem("attention", 2, 70, 70, 4, 2, 16, True, alibi=True),
-}
 
 # -- work and operands ------------------------------------------------------------------------------------------
 
@@ -58,45 +49,6 @@ def test_work_and_masks_are_those_of_the_reference(queries, keys, causal, window
         assert torch.equal(found.expand(queries, keys), x.kept(torch.arange(queries)))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_queries_of_blocks(monkeypatch):
-    """Sample, whole output, lists of blocks, and FlexAttention, uncompiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(peers_attention, "compiled", peers_attention.compiled.__wrapped__)
-    mask = torch.rand(4, 4) < 0.4
-    mask[1] = False  # queries that see nothing
-    q = torch.randn(2, 128, 4, 32, dtype=torch.bfloat16)
-    k, v = (torch.randn(2, 128, 2, 32, dtype=torch.bfloat16) for _ in range(2))
-    x = Attention(q, k, v, blocks=mask, block_size=(32, 32))
-    index, sampled = x.sample
-    torch.testing.assert_close(sampled, x.exact()[index].float(), rtol=1e-4, atol=1e-4)
-    seen = mask.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    wide = (t.double() for t in x.heads_first)
-    must = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).nan_to_num(0.0)
-    torch.testing.assert_close(x.exact(), must.transpose(1, 2))
-    compare(peers_attention.flex_attention(x, 1.0).setup()()[index], sampled)
-    counts, indices = x.kept_blocks()
-    for row, (count, index) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
-        assert index[:count].tolist() == mask[row].nonzero().flatten().tolist()
-
-
-def test_work_of_blocks_and_of_the_copy():
-    found = {case.name: case for case in cases.attention_cases("quick")}
-    assert found[cases.EIGHTH].problem.flops == cases.dense_problem(cases.SPARSE).flops / 8
-    case = found["decoding B8, 16k keys, 32/8 heads D128"]
-    (copy,) = (peer for peer in case.peers if peer.name == cases.COPY)
-    us = case.problem.kv_bytes / 4.25e6  # at 4.25 TB/s
-    assert case.problem.flops / us == pytest.approx(copy.flops / (2 * cases.ceilings.COPY_BYTES / 4.25e6))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_work_of_gradients(name):
-    p = SMALL[name]
-    x = backward.operands(p, device="cpu")
-    seen = int(x.kept(torch.arange(p.queries)).sum())
-    assert p.pairs == seen and p.flops == 2.5 * 4 * seen * p.head_dim * p.heads * p.batch
-
-
 # -- results are compared ---------------------------------------------------------------------------------------
 
 
@@ -109,18 +61,6 @@ def test_each_query_is_compared_by_itself():
     with pytest.raises(WrongResult, match="but not where queries see few keys"):
         x.verified(wrong.clone)
     x.verified(lambda: x.exact().float())
-
-
-@pytest.mark.parametrize("what", backward.PRODUCTS)
-@pytest.mark.parametrize("name", SMALL)
-def test_calls_of_ours_are_right(name, what):
-    x = backward.operands(dataclasses.replace(SMALL[name], what=what), device="cpu")
-    call, _ = backward.ours_of(x)
-    assert len(call()) == (1 if what == peers_backward.FORWARD else len(x.leaves))
-    if name == "ALiBi":
-        call, _ = backward.ours_of(backward.sharing(x))
-        with pytest.raises(WrongResult):
-            x.verified(call)
 
 
 def test_a_wrong_gradient_is_found():
@@ -248,7 +188,7 @@ def run(folder, suite: str, *options: str) -> tuple[int, dict]:
 
 @pytest.mark.parametrize(
     ("suite", "mode"),
-    [("attention", "--quick"), ("attention-backward", "--quick"), ("attention-backward", "--full")],
+    [("attention", "--quick"), ("attention-backward", "--full")],
 )
 def test_a_run_measures_and_writes_everything(on_cpu, tmp_path, suite, mode):
     """Every peer agrees with the truth before it gets a time."""
@@ -286,26 +226,6 @@ def test_parts_of_a_run_write_nothing(on_cpu, tmp_path, capsys, only):
     assert command.main(["--attention", "--only", only, "--out", str(tmp_path)]) == 0
     assert not list(tmp_path.iterdir())
     assert ("Error against" in capsys.readouterr().out) == (only == "errors")
-
-
-@pytest.mark.parametrize("held", cases.HELD)
-def test_masks_that_users_hold(on_cpu, monkeypatch, held):
-    """Each call is given the object itself, the same one, and computes what a BlockMask does."""
-    given, real = [], cases.block_sparse_attention
-
-    def noted(q, k, v, mask, **terms):
-        given.append(mask)
-        return real(q, k, v, mask, **terms)
-
-    monkeypatch.setattr(cases, "block_sparse_attention", noted)
-    case = cases.sparse(128, 1 / 8, peers_attention.FA4, 1.1, held=held)
-    call, _ = case.ours()
-    kept = case.peers[0].setup()
-    kinds = {cases.FLEX_MASK: FlexBlockMask, cases.BOOL_MASK: torch.Tensor, cases.BSR_MASK: BsrMatrix}
-    first = given[0]
-    assert isinstance(first, kinds[held]) and not isinstance(given[-1], kinds[held])
-    given.clear()
-    assert torch.equal(call(), kept()) and given[0] is first
 
 
 def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):

@@ -6,17 +6,7 @@ import types
 
 import pytest
 
-from bench import record as bench_record
-
 from .. import gpu_record, host_emulation, sanitize_cases
-
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_gemm" name="test_one"/>
-<testcase classname="tests.test_gemm" name="test_two">
-<failure message="largest error 3&#10;first at (1, 2)">...</failure></testcase>
-<testcase classname="tests.test_gemm" name="test_three"><skipped message="no"/></testcase>
-<testcase classname="tests.test_gemm" name="test_four"><error message="fixture">...</error></testcase>
-</testsuite></testsuites>"""
 
 
 def test_no_gpu(monkeypatch, capsys):
@@ -24,14 +14,6 @@ def test_no_gpu(monkeypatch, capsys):
     assert gpu_record.main([]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
     assert sanitize_cases.main([]) == 2
-
-
-def test_report(tmp_path):
-    (tmp_path / "report.xml").write_text(REPORT)
-    found = gpu_record.read_report(tmp_path / "report.xml")
-    failures = {failure["name"]: failure["message"] for failure in found.pop("failures")}
-    assert failures == {"tests.test_gemm::test_two": "largest error 3", "tests.test_gemm::test_four": "fixture"}
-    assert found == {"passed": 1, "failed": 2, "skipped": 1}
 
 
 @pytest.mark.parametrize(
@@ -135,14 +117,6 @@ def test_a_run_that_is_killed_keeps_its_outcomes(monkeypatch, tmp_path, pretende
     assert "1 passed, 3 failed, 1 skipped in" in (out := capsys.readouterr().out) and "s, timed out" in out
 
 
-def test_a_missing_sanitizer_is_a_failure(monkeypatch):
-    monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
-    monkeypatch.setattr(gpu_record, "run", lambda *args, **kw: (0, "sm_80 x: right\n"))
-    verdicts = gpu_record.sanitize(10)
-    assert verdicts["bare"]["ok"] and not verdicts["memcheck"]["ok"]
-    assert "put it on PATH or set CUDA_HOME" in verdicts["racecheck"]["status"]
-
-
 def test_a_sanitizers_cases_are_shared_and_one_bad_share_tells(monkeypatch):
     shares = []
 
@@ -168,20 +142,6 @@ def test_a_hang_ends_with_what_it_started():
     """The child of a child holds the pipe: the call must not wait for it."""
     code = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
     assert gpu_record.run([sys.executable, "-c", code], 2) == ("timed out", "begun\n")
-
-
-def test_what_stands_in_a_record_without_git_or_a_driver(monkeypatch):
-    assert len(bench_record.commit().rstrip("+")) in (0, 12)
-    monkeypatch.setenv("GIT_COMMIT", "abc")
-    assert bench_record.commit() == "abc"
-    monkeypatch.delenv("GIT_COMMIT")
-
-    def missing(*args, **kwargs):
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(bench_record.subprocess, "run", missing)
-    assert bench_record.commit() == "" and bench_record.query("driver_version") == {}
-    assert bench_record.card_name("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
 
 
 def test_the_cases_are_right(monkeypatch, capsys):

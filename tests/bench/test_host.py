@@ -13,7 +13,6 @@ import json
 import math
 import shutil
 import sys
-import types
 from unittest import mock
 
 import pytest
@@ -250,39 +249,6 @@ def test_a_run_on_a_gpu(like_gpu, tmp_path, capsys):
     assert {"fails, eager", "has no peer, eager"} <= set(data["missed"])
     shown = capsys.readouterr().out
     assert "FAILED fails, eager: RuntimeError" in shown and "FA4, µs" in shown and "no time of FA4" in shown
-
-
-def test_a_part_of_a_run_writes_nothing(like_gpu, tmp_path, capsys):
-    assert command.main(["host", "--only", "gemm", "--rounds", "2", "--out", str(tmp_path)]) == 0
-    assert not list(tmp_path.iterdir()) and "FA4" not in capsys.readouterr().out
-
-
-def test_rows_say_how_often_they_miss_what_is_asked():
-    times = {OURS: [11.0, 9.0, 13.0, 12.0, 10.5], TORCH: [10.0] * 5, host.MM: [7.0] * 5}
-    row = host.compared(times, 1.1)
-    assert row == {
-        "us": {OURS: 11.0, TORCH: 10.0, host.MM: 7.0}, "rounds": 5, "ratio": 1.1, "missed": False, "missed_rounds": 2
-    }  # fmt: skip
-    assert not host.is_missed(row) and host.is_missed({"error": "RuntimeError"})
-    assert host.compared(times, 1.0)["missed"] and host.compared(times, 1.0)["missed_rounds"] == 4
-
-
-def test_fa4_takes_tokens_before_heads(monkeypatch):
-    """(B, S, H, D), contiguous, with gradients in the backward row."""
-    seen = []
-
-    def flash_attn_func(q, k, v, causal):
-        seen.append((q.shape, q.is_contiguous(), causal, q.requires_grad))
-        return q * k * v, None
-
-    interface = types.SimpleNamespace(flash_attn_func=flash_attn_func)
-    monkeypatch.setattr(cases_host, "needs", lambda module, package: interface)
-    qkv = tuple(torch.randn(1, 2, 16, 8) for _ in range(3))
-    for form in ("eager", "eager backward"):
-        case = HostCase("attention", form, cases_host.causal_attention, None, qkv, cases_host.causal_fa4)
-        with case.grad_mode():
-            case.call(FA4)()
-        assert seen[-1] == ((1, 16, 2, 8), True, True, form == "eager backward")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import gc
 import itertools
 import json
 import shutil
-import sys
 
 import pytest
 import torch
@@ -132,38 +131,6 @@ def test_peers_of_torch(peer, x):
     compare(out[rows], reference, 0.006 if out.dtype is torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize(
-    "peer, x, error, message, missing",
-    [
-        (peers.cublas, dense, NotImplementedError, "cuBLAS does not fuse a bias", ()),
-        (peers.cublaslt_epilogue, lambda: dense("silu"), NotImplementedError, "does not fuse silu", ()),
-        (peers.quack_gemm, dense, ImportError, "^quack-kernels cannot be imported", ("quack", "quack.gemm_interface")),
-        (peers.triton_bsr, sparse, ImportError, "^triton cannot be imported", ("triton",)),
-    ],
-)
-def test_peers_that_cannot_say_why(monkeypatch, peer, x, error, message, missing):
-    for module in missing:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(error, match=message):
-        peer(x(), 1.0).setup()
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_triton_s_kernel_gets_settings(monkeypatch, transposed):
-    """With another product in the kernel's place."""
-    ops = pytest.importorskip("torch.sparse._triton_ops")
-    seen = []
-
-    def addmm(added, a, b, *, beta, out, meta):
-        seen.append(meta)
-        return out.copy_(a.to_dense() @ b)
-
-    monkeypatch.setattr(peers, "needs", lambda module, package: ops)
-    monkeypatch.setattr(ops, "bsr_dense_addmm", addmm)
-    peers.triton_bsr(sparse((32, 16), transposed), 1.0, quick=True, measure=taking()).setup()
-    assert seen[0] == {"SPLIT_N": 5, "GROUP_SIZE_ROW": 4, "num_warps": 8, "num_stages": 3}
-
-
 def test_fastest_skips_settings_that_crash_or_are_wrong():
     right = torch.randn(4, 4)
 
@@ -216,13 +183,6 @@ def test_rows_of_few_tokens_and_of_experts():
     case = cases.grouped(512, 64, 96, (32, 32), 0.5, experts=4, run=64, device="cpu")
     row = measured(case, absent=("torch grouped_mm, dense",))
     assert row.problem.items == 4 and row.ratio == 0.5
-
-
-@pytest.mark.parametrize("name", patterns.PATTERNS)
-def test_patterns_keep_what_they_should(name):
-    mask = patterns.PATTERNS[name](64, 64, 1 / 8)
-    assert mask.shape == (64, 64) and abs(mask.double().mean().item() - 1 / 8) < 0.02
-    assert torch.equal(mask, patterns.PATTERNS[name](64, 64, 1 / 8)), "the same each time"
 
 
 def test_a_wrong_result_is_no_row(monkeypatch):
@@ -336,19 +296,6 @@ def test_rows_of_gradients(cubes, emulated, monkeypatch, op, options):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     row = measured(getattr(cases_training, op)(32, 32, **options))
     assert row.ratio == (0.5 if op == "layer" else 0.0625) and bool(row.plan) == (op != "layer")
-
-
-def test_a_step_is_held_against_what_amdahl_s_law_allows(device):
-    """For a step of 100, with 60 of its feed-forward at a quarter of the work, 55 remain."""
-    times = {OURS: 50.0, models.DENSE_STEP: 100.0, models.FEED_FORWARD: 60.0}
-    row = models.transformer(0.9, **STACK | {"device": device}, measure=taking(**times)).measure(9)
-    assert row.rival.name == models.ALLOWED and row.rival.median == 55.0 and row.ratio == pytest.approx(1.1)
-
-
-def test_a_wrong_step_is_no_row(monkeypatch):
-    monkeypatch.setattr(models.BsrLinear, "forward", lambda self, x: 1.1 * torch.nn.functional.linear(x, self.weight))
-    with pytest.raises(WrongResult):
-        models.changing(size=256, tokens=64, **SMALL).ours()
 
 
 @pytest.mark.parametrize("graph", [False, True])
