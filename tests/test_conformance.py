@@ -18,7 +18,7 @@ from cute_kernels.testing.reference import assert_as_good_as_torch, normal, pois
 from sparse_collective import BsrMatrix, bsr_matmul
 
 from . import host_emulation
-from .conformance import FAMILIES, FEW, OPS, all_pairs, axes_of, case_of, cases_of, large_cases
+from .conformance import FAMILIES, FEW, OPS, OPTIONS, all_pairs, axes_of, case_of, cases_of, large_cases
 from .emulator.ops import on_emulator
 from .gemm_calls import gemm_call
 from .gemm_cases import make, run
@@ -299,3 +299,21 @@ def test_known_plans_are_not_confused(device, path):
         for call in calls * 2:
             call.judge(None, call())
             assert call.plan().facts.path == path
+
+
+@pytest.mark.sm_90
+def test_known_plans_of_arithmetics_are_not_confused(device):
+    """FP8, TF32 and FP16 accumulation: calls that differ in types, scales or another option, each after all others."""
+    calls = []
+    for family in (family for family in FAMILIES.values() if family.arithmetic.name and family.path == "sm_90"):
+        for op in {"dense": ("gemm",), "bsr": ("bsr_linear", "bsr_matmul")}.get(family.family.name, ()):
+            axes = axes_of(family, op)
+            first = {axis: values[0] for axis, values in axes.items()} | {"epilogue": "column bias", "block": (64, 64)}
+            first |= {"size": (200, 264, 256), "pattern": "power_law", "columns": 130}
+            for axis in axes.keys() & {"types", *OPTIONS}:
+                cases = [case_of(family, op, first | {axis: value}, 0) for value in axes[axis]]
+                calls += [make(case, device) for case in cases if family.takes(case.signature)]
+    for call in calls * 2:
+        found = call()
+        call.judge(call.plan(), *(found if isinstance(found, tuple) else (found,)))
+    assert len(calls) > 40

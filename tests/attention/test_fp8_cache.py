@@ -317,20 +317,6 @@ def test_gradients_raise():
         attention(**call)
 
 
-# Under torch.compile
-
-
-def test_compiled():
-    call = case(lengths=[70, 3], capacity=128, page_size=16)
-    terms = CAUSAL | {"return_lse": True}
-    compiled = torch.compile(lambda **call: attention(**call, **terms), backend="eager", fullgraph=True)
-    for found, expected in zip(compiled(**call), attention(**call, **terms), strict=True):
-        torch.testing.assert_close(found, expected)
-    call["q"].requires_grad_()
-    with pytest.raises(RuntimeError, match="gradients are not supported with seqused_k, page_table"):
-        compiled(**call)
-
-
 def test_reference_of_fp64():
     """CPU tensors of float64 are computed in it."""
     call = case(lengths=[70, 3], capacity=128, dtype=FP64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import Sparse24, explain, gemm, torch_op  # noqa: F401 (torch_op registers ops)
+from cute_kernels import Sparse24, explain, gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue, cost
 from cute_kernels.matmul.config import BlockFacts
@@ -123,12 +123,6 @@ def test_what_no_kernel_is_built_from():
         assert "only dense and BSR kernels support it" in family_named(name).unsupported(facts)
 
 
-def test_known_plans_are_not_confused(device):
-    a, b = torch.full((16, 512), 16.0, device=device).to(FP16), torch.full((512, 16), 16.0, device=device).to(FP16)
-    for dtype, expected in ((None, 131072.0), (FP16, torch.inf), (FP32, 131072.0), (FP16, torch.inf)):
-        assert (gemm(a, b, out_dtype=FP32, accumulation_dtype=dtype) == expected).all()
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +155,7 @@ def test_structured_sparsity_has_none():
         gemm(W, numbers(64, 32), **HALF)
 
 
-# -- gradients and torch.compile ------------------------------------------------------------------------------------
+# -- gradients ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
@@ -182,37 +176,6 @@ def test_gradients_are_products_with_fp32_sums(place, activation):
         found.append([*gradients, x.grad, V.values.grad])
     for ours, wide in zip(*found, strict=True):
         assert torch.equal(ours, wide)
-
-
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled(place):
-    torch._dynamo.reset()
-    a, b = (torch.full((64, 512), 16.0, device=place).to(FP16) for _ in range(2))
-    W = BsrMatrix.from_dense(b, (64, 64))
-    W.check_indices()
-
-    def call(x, w):
-        dense = gemm(x, w.t(), activation="relu", out_dtype=FP32, **HALF)
-        return dense + bsr_linear(x, W, **HALF).float() + gemm(x, w.t(), out_dtype=FP32)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert (call(a, b) == torch.inf).all() and torch.equal(compiled(a, b), call(a, b))
-    x = numbers(64, 512, device=place).requires_grad_()
-    w = (numbers(64, 512, device=place) / 16).requires_grad_()
-    gradients = []
-    for function in (call, compiled):
-        x.grad = w.grad = None
-        function(x, w).sum().backward()
-        gradients.append((x.grad.clone(), w.grad.clone()))
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    torch._dynamo.reset()
-
-
-def test_opcheck():
-    a, b = numbers(48, 64), numbers(64, 80)
-    op = torch.ops.cute_kernels.gemm.default
-    for terms in (HALF, HALF | {"activation": "gelu"}):
-        torch.library.opcheck(op, (a.requires_grad_(), b), terms)
 
 
 def test_gradients_under_torch_func():

@@ -1,4 +1,4 @@
-"""FP8 GEMM beyond the conformance cases: quantize, forms of scales, copies, errors, torch.compile and precision."""
+"""FP8 GEMM beyond the conformance cases: quantize, forms of scales, copies, errors and precision."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import explain, gemm, quantize, torch_op
+from cute_kernels import explain, gemm, quantize
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.family import DENSE
@@ -169,19 +169,6 @@ def test_hopper_s_other_path_says_what_would_work():
         explain(gemm, numbers(64, 96), numbers(72, 96).t(), arch="sm_90")
 
 
-def test_known_plans_are_not_confused(device):
-    """Calls that differ in one thing, each of them after all others."""
-    a, b, e = (
-        numbers(64, 64, device=device),
-        numbers(64, 64, device=device).t(),
-        numbers(64, 64, dtype=E5M2, device=device),
-    )
-    calls = [(a, b, fast, kind) for fast in (False, True) for kind in SCALES] + [(e, e.t(), False, "rows")]
-    for x, y, fast, kind in calls * 2:
-        check(gemm, x, y, use_fast_accum=fast, **scales(kind, 64, 64, device))
-        check(gemm, x.float().to(BF16), y.float().to(BF16))
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -231,46 +218,6 @@ def test_no_gradient_is_dropped_in_silence(place, name):
         wide_a, wide_b = (t.to(BF16).requires_grad_() for t in (a, b))
         with pytest.raises(TypeError, match=f"{name} of torch.bfloat16"):
             gemm(wide_a, wide_b, **{name: leaf})
-
-
-# -- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled(place):
-    torch._dynamo.reset()
-    a, b = numbers(48, 64, device=place), numbers(80, 64, device=place).t()
-    factors, bias = scales("rows", 48, 80, place), torch.randn(80, device=place)
-
-    def call(a, b, bias, scale_a, scale_b, out=None):
-        return gemm(a, b, bias=bias, activation="silu", scale_a=scale_a, scale_b=scale_b, out=out) * 2.0
-
-    compiled = torch.compile(call, fullgraph=True, backend="inductor" if place == "cuda" else "aot_eager")
-    assert torch.equal(compiled(a, b, bias, **factors), call(a, b, bias, **factors))
-    out = poisoned(48, 80, device=place)
-    assert torch.equal(compiled(a, b, bias, **factors, out=out), call(a, b, bias, **factors))
-    plain = torch.compile(lambda a, b: gemm(a, b, use_fast_accum=True), fullgraph=True, backend="aot_eager")
-    assert torch.equal(plain(a, b), gemm(a, b, use_fast_accum=True))
-    with pytest.raises(Exception, match="does not compute gradients"):
-        compiled(a, b, bias.clone().requires_grad_(), **factors)
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_opcheck(place):
-    """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
-    a, b = numbers(3, 48, 64, device=place), numbers(80, 64, device=place).t()
-    op, into = torch.ops.cute_kernels.gemm.default, torch.ops.cute_kernels.gemm_out.default
-    one = torch.ones(1, device=place)
-    double = torch_op.register_function(lambda x: x * 2.0)
-    out = torch.zeros(3, 48, 80, dtype=FP16, device=place)
-    for which, args, terms in (
-        (op, (a, b), {}),
-        (op, (a, b, None, None, one, one), {"out_dtype": FP32, "activation": "gelu", "use_fast_accum": True}),
-        (op, (a, b), {"scale_a": torch.ones(3, 48, 1, device=place), "epilogue": double}),
-        (into, (a, b, out), {"scale_a": one, "bias": torch.ones(80, device=place)}),
-    ):
-        torch.library.opcheck(which, args, terms, test_utils=("test_faketensor",))
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import Sparse24, explain, gemm, torch_op  # noqa: F401 (torch_op registers ops)
+from cute_kernels import Sparse24, explain, gemm
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul import catalogue
 from cute_kernels.matmul.config import BlockFacts
@@ -177,17 +177,6 @@ def test_plans(arch, precision):
         assert len([note for note in plan.notes if "copied" in note]) == (2 if precision == "3xtf32" else 0)
 
 
-def test_known_plans_are_not_confused(device):
-    a, b = torch.full((16, 64), 1 + 2.0**-12, device=device), torch.eye(64, device=device)
-    for precision in (*PRECISIONS, *PRECISIONS):
-        assert (gemm(a, b, precision=precision) - a).abs().max() <= (2.0**-11 if precision == "tf32" else 0)
-    with pytest.raises(TypeError, match="precision="):
-        if device == "cuda":
-            gemm(a, b)
-        else:
-            explain(gemm, a, b, arch="sm_90")
-
-
 def test_what_no_kernel_is_built_from():
     spec = ARCHS["sm_90"]
     skinny, block = family_named("skinny"), BlockFacts(128, 128, "int32")
@@ -249,7 +238,7 @@ def test_what_has_no_precision():
         bsr_linear(numbers(8, 64).to(BF16), V, precision="tf32")
 
 
-# -- gradients and torch.compile ------------------------------------------------------------------------------------
+# -- gradients ------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -279,34 +268,6 @@ def test_block_sparse_products_refuse_gradients(place):
         torch.func.grad(lambda x: bsr_linear(x, W, precision="tf32").sum())(x.detach())
     with torch.no_grad():
         assert bsr_linear(x, W, precision="tf32").shape == (8, 64)
-
-
-@BOTH
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled(place, precision):
-    torch._dynamo.reset()
-    x, w = numbers(64, 128, device=place), numbers(96, 128, device=place)
-    W = random_bsr((96, 128), (32, 32), density=0.5, dtype=FP32).to(place)
-    W.check_indices()
-
-    def call(x, w):
-        return gemm(x, w.t(), activation="gelu", precision=precision) + bsr_linear(x.detach(), W, precision=precision)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, w), call(x, w))
-    gradients = []
-    for function in (call, compiled):
-        x, w = (t.detach().clone().requires_grad_() for t in (x, w))
-        function(x, w).sum().backward()
-        gradients.append((x.grad, w.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    torch._dynamo.reset()
-
-
-def test_opcheck():
-    a, b = numbers(48, 64), numbers(64, 80)
-    for terms in ({"precision": "tf32"}, {"precision": "3xtf32", "activation": "gelu"}):
-        torch.library.opcheck(torch.ops.cute_kernels.gemm.default, (a.requires_grad_(), b), terms)
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------

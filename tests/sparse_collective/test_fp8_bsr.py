@@ -233,17 +233,6 @@ def test_operands_that_are_not_contiguous_along_k_are_copied(device):
     checked(bsr_linear, W, numbers(W.shape[1], 24).t())
 
 
-def test_known_plans_are_not_confused(device):
-    """Calls that differ in scales alone, each of them after all others."""
-    x = numbers(40, 320, device=device)
-    matrices = [sparse(per=per, device=device) for per in (None, "tensor", "block")]
-    for W in matrices * 2:
-        for kind in ("none", "tensor", "each"):
-            _, scale = operand(bsr_linear, W, 40, kind)
-            checked(bsr_linear, W, x, scale)
-        checked(bsr_linear, W.to(BF16), x.float().to(BF16), None)
-
-
 # -- plans and refusals ---------------------------------------------------------------------------------------------
 
 
@@ -325,64 +314,6 @@ def test_vmap():
     W, x = sparse(), numbers(2, 40, 320)
     found = torch.func.vmap(lambda x: bsr_linear(x, W))(x)
     assert torch.equal(found, torch.stack([bsr_linear(item, W) for item in x]))
-
-
-# -- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@ONE_PLACE
-@PER
-def test_compiled(where, per):
-    torch._dynamo.reset()
-    W = sparse(per=per, device=where)
-    W.check_indices()
-    (x, scale), bias = operand(bsr_linear, W, 40, "each"), torch.randn(256, device=where)
-
-    def call(x, scale, bias, out=None):
-        return bsr_linear(x, W, bias=bias, activation="silu", out=out, scale_x=scale) * 2.0
-
-    compiled = torch.compile(call, fullgraph=True, backend="inductor" if where == "cuda" else "aot_eager")
-    assert torch.equal(compiled(x, scale, bias), call(x, scale, bias))
-    out = poisoned(40, 256, dtype=FP32, device=where)
-    assert torch.equal(compiled(x, scale, bias, out=out), call(x, scale, bias, out=torch.empty_like(out)))
-    plain = torch.compile(lambda x: torch.nn.functional.linear(x, W), fullgraph=True, backend="aot_eager")
-    assert torch.equal(plain(x), bsr_linear(x, W))
-    if per != "block":
-        fast = torch.compile(lambda x: bsr_linear(x, W, use_fast_accum=True), fullgraph=True, backend="aot_eager")
-        assert torch.equal(fast(x), bsr_linear(x, W, use_fast_accum=True))
-    with pytest.raises(Exception, match="does not compute gradients"):
-        compiled(x, scale, bias.clone().requires_grad_())
-    wrong = torch.compile(lambda x: bsr_linear(x, W, out=out, out_dtype=BF16), fullgraph=True, backend="aot_eager")
-    with pytest.raises(TypeError, match=r"out is torch.float32 but out_dtype=torch.bfloat16"):
-        wrong(x)
-    torch._dynamo.reset()
-
-
-@ONE_PLACE
-def test_opcheck(where):
-    """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
-    from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
-
-    W = sparse(device=where)
-    ops = torch.ops.sparse_collective
-    matrix = False, W.crow_indices, W.col_indices, W.values, W.shape[1], True
-    x, scale = operand(bsr_linear, W, 40, "each")
-    b = numbers(40, 320, device=where).t()
-    for op, args, terms in (
-        (ops.bsr.default, ("bsr_linear", *matrix, x), {}),
-        (
-            ops.bsr.default,
-            ("bsr_linear", *matrix, x),
-            {"scales": W.scales, "scale_b": scale, "activation": "gelu", "out_dtype": FP32},
-        ),
-        (
-            ops.bsr.default,
-            ("bsr_matmul", *matrix, b),
-            {"scales": W.scales[:1].clone(), "scale_b": scale.t(), "use_fast_accum": True},
-        ),
-        (ops.bsr_out.default, ("bsr_linear", *matrix, x, x.new_zeros(40, 256, dtype=FP16)), {"scales": W.scales}),
-    ):
-        torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ITEMS = 4
 GROUPS = [0, 0, 2, 2, 2, 3]  # of uneven lengths; item 1 has no tokens
 
-FORMS = pytest.mark.parametrize("form", ["values", "patterns"])
 ON_ARCHS = pytest.mark.parametrize("arch", [pytest.param(n, marks=getattr(pytest.mark, n)) for n in ("sm_89", "sm_90")])
-ONE_PLACE = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def experts(
@@ -196,56 +194,6 @@ def test_vmap():
     W, x, groups = experts(), numbers(2, 384, 320), numbers_of(GROUPS)
     found = torch.func.vmap(lambda x: bsr_grouped_linear(x, W, expert_ids=groups))(x)
     assert torch.equal(found, torch.stack([bsr_grouped_linear(item, W, expert_ids=groups) for item in x]))
-
-
-# -- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@ONE_PLACE
-@FORMS
-def test_compiled(where, form):
-    torch._dynamo.reset()
-    W = experts(form, device=where)
-    W.check_indices()
-    (x, scale), groups = tokens(W, 384), numbers_of(GROUPS, where)
-    bias, ends = torch.randn(ITEMS, 128, device=where), numbers_of([128, 128, 320, 384], where)
-    backend = "inductor" if where == "cuda" else "aot_eager"
-
-    def step(x, scale, groups, out=None):
-        return bsr_grouped_linear(x, W, expert_ids=groups, bias=bias, activation="silu", out=out, scale_x=scale) * 2.0
-
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    assert torch.equal(compiled(x, scale, groups), step(x, scale, groups))
-    out = poisoned(384, 128, dtype=FP32, device=where)
-    assert torch.equal(compiled(x, scale, groups, out=out), step(x, scale, groups, out=torch.empty_like(out)))
-    one = W.with_values(W.values, W.scales.flatten()[:1].clone())
-
-    def fast(x, ends):
-        return bsr_grouped_linear(x, one, offs=ends, group_rows=64, use_fast_accum=True)
-
-    assert torch.equal(torch.compile(fast, fullgraph=True, backend=backend)(x, ends), fast(x, ends))
-    with pytest.raises(Exception, match="does not compute gradients"):
-        compiled(x, scale.clone().requires_grad_(), groups)
-    torch._dynamo.reset()
-
-
-@ONE_PLACE
-@FORMS
-def test_opcheck(where, form):
-    """Without test_schema: torch compares tensors there, and CPU tensors of FP8 cannot be compared."""
-    from sparse_collective import torch_op  # noqa: F401 (registers the ops, as torch.compile does)
-
-    W, groups = experts(form, device=where), numbers_of(GROUPS, where)
-    matrix = False, W.crow_indices, W.col_indices, W.values, W.shape[-1], True
-    (x, scale), ops = tokens(W, 384), torch.ops.sparse_collective
-    out, scales = x.new_zeros(384, 128, dtype=FP16), {"scales": W.scales}
-    for op, args, terms in (
-        (ops.bsr.default, (*matrix, x), {**scales, "scale_b": scale, "activation": "gelu", "out_dtype": FP32}),
-        (ops.bsr.default, (*matrix, x), {"use_fast_accum": True}),
-        (ops.bsr_out.default, (*matrix, x, out), scales),
-    ):
-        args, terms = ("bsr_grouped_linear", *args), {**terms, "expert_ids": groups}
-        torch.library.opcheck(op, args, terms, test_utils=("test_faketensor",))
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------

@@ -300,14 +300,6 @@ def test_save_pretrained(tmp_path):
     assert torch.equal(Model.from_pretrained(tmp_path, dtype=BF16).layers(x), model.layers(x))
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_compiled(number):
-    torch._dynamo.reset()
-    layer, x = both()[number], tokens(8)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
-    torch._dynamo.reset()
-
-
 def test_moves_keep_dtypes():
     layer, x = both()[0], tokens(8)
     y, before = layer(x), layer.values
