@@ -52,8 +52,8 @@ def svg_of(table: Tensor) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect {size} fill="#f4f4f4" stroke="#999"/>{cells}</svg>'
 
 
-def axes_of(ax: Any) -> Any:
-    """`ax`, or matplotlib axes of a new figure if it is None.
+def axes_of(ax: Any, figsize: tuple[float, float] | None = None) -> Any:
+    """`ax`, or matplotlib axes of a new figure, of a size in inches, if it is None.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -62,7 +62,7 @@ def axes_of(ax: Any) -> Any:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install matplotlib") from error
-    return pyplot.subplots()[1] if ax is None else ax
+    return pyplot.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
 
 
 class Pictured:

@@ -107,7 +107,7 @@ class Report:
         shown = [c for c in self.changed if c.blocks]
         if not shown:
             raise ValueError("the report has no layer with blocks to plot; print(report) lists its layers")
-        ax = axes_of(ax)
+        ax = axes_of(ax, (7.0, 1.2 + 0.22 * len(shown)))
         bars = ax.barh([c.name for c in shown], [c.density for c in shown], color=COLORS[FULL])
         ax.bar_label(bars, [f"{c.density:.3g}" for c in shown], padding=3, fontsize=8)
         ax.invert_yaxis()

@@ -1,6 +1,9 @@
 """experts_implementation="cute_kernels": dense experts of transformers' models by the grouped GEMM."""
 
 import copy
+import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from cute_kernels.testing.reference import normal
 transformers = pytest.importorskip("transformers")
 from attention.integrations.transformers import register  # noqa: E402
 from attention.integrations.transformers.experts import dense_experts, experts_forward  # noqa: E402
+from sparse_collective.nn import BsrExperts, SparsityConfig, sparsify_  # noqa: E402
 
 register()
 BF16 = torch.bfloat16
@@ -129,3 +133,52 @@ def test_exported():
     args = normal(30, 64), torch.rand(30, 4).argsort(1)[:, :2], torch.rand(30, 2)
     torch.testing.assert_close(torch.export.export(layer, args).module()(*args), layer(*args))
     assert layer(*args).isfinite().all()  # cached indices are no fake tensors
+
+
+class SmallConfig:
+    """Sizes for the experts of any model: whatever the name of an attribute, a number that fits it."""
+
+    _experts_implementation = "cute_kernels"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if re.fullmatch("hidden_act|hidden_activation|activation_function|mlp_hidden_act", name):
+            return "silu"
+        if "limit" in name or "alpha" in name:
+            return 7.0
+        if "eps" in name:
+            return 1e-6
+        if "expert" in name and ("num" in name or name.startswith("n_")):
+            return 4
+        return 64 if "hidden_size" in name and "moe" not in name else 32
+
+
+def experts_classes():
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        for name in re.findall(r"@use_experts_implementation[^\n]*\nclass (\w+)", path.read_text()):
+            yield f"transformers.models.{path.parent.name}.{path.stem}", name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), list(experts_classes()))
+def test_every_experts_class_of_the_installed_transformers(module, name):
+    """Ours are the numbers of eager; and of BsrExperts at density 1, where sparsify_ takes the class."""
+    model = torch.nn.ModuleDict({"experts": getattr(importlib.import_module(module), name)(SmallConfig()).double()})
+    layer, model["q"] = model["experts"], torch.nn.Linear(16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(std=0.2)
+    first = getattr(layer, "gate_up_proj", getattr(layer, "up_proj", None))
+    x = torch.randn(20, first.shape[1 if layer.is_transposed else 2], dtype=torch.float64)
+    index, weights = torch.rand(20, 4).argsort(1)[:, :2], torch.rand(20, 2, dtype=torch.float64)
+    with torch.no_grad():
+        ours = layer(x, index, weights)
+        layer.config._experts_implementation = "eager"
+        torch.testing.assert_close(ours, layer(x, index, weights), rtol=1e-5, atol=1e-6)
+        report = sparsify_(model, SparsityConfig((16, 16), 1.0))
+        if len(report.changed) > 1:
+            torch.testing.assert_close(model["experts"](x, index, weights), ours, rtol=1e-5, atol=1e-6)
+    assert isinstance(model["experts"], BsrExperts) is (len(report.changed) == 3)
+    if name in ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts", "DeepseekV3Experts", "OlmoeExperts"):
+        assert not report.skipped
