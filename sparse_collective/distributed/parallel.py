@@ -7,7 +7,6 @@ its own. Indices are plain buffers of the rank's part; kernels run on local tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,53 +22,30 @@ from ..nn.grouped import BsrGroupedLinear
 from ..nn.linear import BsrLinear
 from ..nn.module import BsrModule
 from ..nn.parametrized import check_not_computed
-from ..nn.shards import bounds, check_same, pattern_hash
+from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
-from ..pattern import Pattern
-from ..splits import submatrix_index
 from .deal import Deal
-from .exchange import columns_of, gather_columns
 from .overlap import GatherLinear, LinearScatter, gathered_linear
+from .place import (
+    Placed,
+    SumGradient,
+    as_placed,
+    column_output,
+    features_of,
+    indices_of,
+    own_part,
+    padded,
+    replicate,
+    row_input,
+)
+from .state import PlacedState
 
-__all__ = ["Placed", "TensorParallel", "parallelize"]
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Part of a layer that a rank holds, and the placements of its input and output.
-
-    dim: 0, block rows are dealt (column-wise parallel); 1, block columns (row-wise parallel).
-    mesh: one-dimensional DeviceMesh.
-    side: rows or columns of a block.
-    blocks: for each rank, the block rows or columns that its weight has, in their order.
-    in_order: True if ranks hold contiguous ranges in the order of ranks.
-    inputs, outputs: placements of x and of the result.
-    use_local_output: whether forward returns a torch.Tensor or a DTensor.
-    overlap: whether communication runs beside the GEMM, a chunk of tokens for each rank.
-    """
-
-    dim: int
-    mesh: Any
-    side: int
-    blocks: tuple[tuple[int, ...], ...]
-    in_order: bool
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    use_local_output: bool
-    overlap: bool
-
-    @property
-    def own(self) -> tuple[int, ...]:
-        """The blocks of this rank."""
-        return self.blocks[self.mesh.get_local_rank()]
+__all__ = ["TensorParallel", "parallelize"]
 
 
-class TensorParallel(BsrModule):
+class TensorParallel(PlacedState):
     """Mixin of the layers below. in_features and out_features are those of all ranks, `grid` is this rank's."""
 
-    place: Placed
-    global_crow_indices: Tensor  # buffers, not in the state under these names: the pattern of all ranks
-    global_col_indices: Tensor
     bias: nn.Parameter | None
 
     @property
@@ -183,80 +159,6 @@ class TensorParallel(BsrModule):
         return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 
-class SumGradient(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks of a mesh."""
-
-    @staticmethod
-    def forward(ctx, t, mesh):
-        ctx.mesh = mesh
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        torch.distributed.all_reduce(grad, group=ctx.mesh.get_group())
-        return grad, None
-
-
-def replicate() -> tuple:
-    from torch.distributed.tensor import Replicate
-
-    return (Replicate(),)
-
-
-def as_placed(x: Any, place: Placed) -> Any:
-    """x as a DTensor, placed as the style says if it is a local tensor."""
-    from torch.distributed.tensor import DTensor
-
-    return x if is_dtensor(x) else DTensor.from_local(x, place.mesh, place.inputs, run_check=False)
-
-
-def column_output(y: Tensor, place: Placed) -> Any:
-    """y: this rank's features."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    wanted = place.outputs
-    local = features(wanted[0], y.dim() - 1)
-    if local and place.use_local_output:
-        return y
-    whole = DTensor.from_local(y, place.mesh, (Shard(y.dim() - 1),), run_check=False)
-    whole = whole if local else whole.redistribute(placements=wanted)
-    return whole.to_local() if place.use_local_output else whole
-
-
-def row_input(x: Any, place: Placed) -> Tensor:
-    """The columns of x that this rank's weight has.
-
-    Raises:
-        ValueError: x is a DTensor of features, and ranks do not hold them in order.
-    """
-    wanted, last = place.inputs[0], x.dim() - 1
-    if is_dtensor(x):
-        if features(wanted, last) and not place.in_order:
-            raise ValueError("x is a DTensor, whose features are in order, and the deal of this layer permutes them")
-        x = x if x.placements == place.inputs else x.redistribute(placements=place.inputs)
-    if features(wanted, last):
-        return x.to_local() if is_dtensor(x) else x
-    if wanted.is_replicate():
-        from torch.distributed.tensor import Partial
-
-        return columns_of(as_placed(x, place).to_local(grad_placements=(Partial(),)), place.own, place.side)
-    tokens = x.shape[wanted.dim] if is_dtensor(x) else place.mesh.size() * x.shape[wanted.dim]
-    x = x.to_local() if is_dtensor(x) else x
-    return gather_columns(x, wanted.dim, bounds(tokens, place.mesh.size()), place.blocks, place.side, place.mesh)
-
-
-def features(placement: Any, last: int) -> bool:
-    """True if a placement splits the last dimension."""
-    return placement.is_shard() and placement.dim in (-1, last)
-
-
-def own_part(t: Any, dim: int, size: int) -> Tensor:
-    """The first `size` entries of this rank's part of a DTensor; the others are zeros that fill its room."""
-    local = t.to_local() if is_dtensor(t) else t
-    return local if local.shape[dim] == size else local.narrow(dim, 0, size).contiguous()
-
-
 class ParallelBsrLinear(TensorParallel, BsrLinear):
     """A BsrLinear over the ranks of a mesh."""
 
@@ -351,20 +253,6 @@ def parallelize(layer: Any, dim: int, mesh: Any, deal: Deal, style: Any) -> BsrM
     return layer
 
 
-def indices_of(pattern: Pattern, place: Placed) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(crow_indices, col_indices, positions) of each rank's part of a pattern; see submatrix_index."""
-    device = pattern.col_indices.device
-    chosen = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in place.blocks]
-    return [submatrix_index(pattern, place.dim, blocks) for blocks in chosen]
-
-
-def features_of(place: Placed, device: torch.device) -> list[Tensor]:
-    """The rows or columns of the weight that each rank has."""
-    each = torch.arange(place.side, device=device)
-    chosen = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in place.blocks]
-    return [(blocks[:, None] * place.side + each).flatten() for blocks in chosen]
-
-
 def check_layer(style: str, layer: Any, dim: int, deal: Deal) -> None:
     """Reject what cannot be split.
 
@@ -387,14 +275,3 @@ def check_layer(style: str, layer: Any, dim: int, deal: Deal) -> None:
     if deal.features != extent:
         what = "in_features" if dim else "rows of the weight"
         raise ValueError(f"{style}: the deal is of {deal.features}, the layer has {extent} {what}")
-
-
-def padded(t: Tensor, dim: int, chosen: list[Tensor]) -> Tensor:
-    """The chosen entries of t along dim, rank after rank, each rank's filled up with zeros to as many."""
-    most = max(map(len, chosen))
-    shape = list(t.shape)
-    shape[dim] = most * len(chosen)
-    out = t.new_zeros(shape)
-    for rank, index in enumerate(chosen):
-        out.narrow(dim, rank * most, len(index)).copy_(t.index_select(dim, index))
-    return out

@@ -4,16 +4,24 @@ Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same num
 """
 
 import copy
+import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective import bsr_linear, random_bsr
-from sparse_collective.distributed import BsrColwiseParallel, BsrRowwiseParallel, deal_hidden, distribute_bsr
+from sparse_collective.distributed import (
+    BsrColwiseParallel,
+    BsrRowwiseParallel,
+    deal_hidden,
+    distribute_bsr,
+    full_state_dict,
+)
 from sparse_collective.nn import BsrGroupedLinear, BsrLinear, SwiGLU
 
 
@@ -87,7 +95,7 @@ def compare(parallel, alone, inputs, *, part=lambda t: t, out=lambda t: t, check
 
 def values_agree(layer, alone):
     """This rank's values, and their gradients, are those of the whole layer at its blocks."""
-    from sparse_collective.distributed.parallel import indices_of
+    from sparse_collective.distributed.place import indices_of
 
     pattern = alone.pattern
     _, _, positions = indices_of(pattern, layer.place)[layer.place.mesh.get_local_rank()]
@@ -240,6 +248,92 @@ def experts(device):
         near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
 
 
+def parallelized(alone, mesh, **options):
+    """A copy of a SwiGLU or of a pair, over a mesh."""
+    model = copy.deepcopy(alone)
+    names = ("gate_up", "down") if isinstance(model, SwiGLU) else ("0", "1")
+    deal = deal_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), mesh.size())
+    plan = {names[0]: BsrColwiseParallel(deal=deal, **options), names[1]: BsrRowwiseParallel(deal=deal)}
+    return parallelize_module(model, mesh, plan)
+
+
+def optimized(device):
+    """Steps of AdamW with clipped gradients, and the full state, as in one process."""
+    torch.manual_seed(4)
+    mesh, alone = mesh_of(device), SwiGLU(128, 512, True, (64, 32), density=0.3, device=device, dtype=dtype_of(device))
+    model = parallelized(alone, mesh)
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (model, alone)]
+    for _ in range(3):
+        x, norms = normal(20, 128, device=device), []
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            m(x).float().square().mean().backward()
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        near(*norms)
+    near(model(x), alone(x), 2)
+    slack = 300 if device.type == "cuda" else 3
+    state = full_state_dict(model, rank0_only=False)
+    assert state.keys() == alone.state_dict().keys()
+    for name, t in alone.state_dict().items():
+        near(state[name].double(), t.cpu().double(), slack)
+    assert not full_state_dict(model) or dist.get_rank() == 0
+
+
+def states(device):
+    """A layer's own state, and one process's, load into tensor-parallel layers."""
+    mesh = mesh_of(device)
+    for alone in (pair(device), SwiGLU(128, 512, True, (64, 32), density=0.3, device=device, dtype=dtype_of(device))):
+        model, x = parallelized(alone, mesh), normal(20, 128, device=device)
+        saved = {name: t.clone() for name, t in model.state_dict().items()}
+        y, whole_state = model(x).clone(), full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(whole_state[name], t.cpu()) for name, t in alone.state_dict().items())
+        for state in (saved, whole_state):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            model.load_state_dict(state)
+            assert torch.equal(model(x), y)
+    other = pair(device).state_dict()
+    raises(RuntimeError, "another pattern; load it before", parallelized(pair(device), mesh).load_state_dict, other)
+
+
+def with_fully_shard(device):
+    """Tensor parallel over one mesh dimension, FSDP2 over the other."""
+    world = dist.get_world_size()
+    mesh = mesh_of(device, world // 2, 2, names=("dp", "tp"))
+    torch.manual_seed(4)
+    alone = SwiGLU(128, 512, True, (64, 32), density=0.3, device=device, dtype=dtype_of(device))
+    model = fully_shard(parallelized(alone, mesh["tp"]), mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (model, alone)]
+    rank = mesh["dp"].get_local_rank()
+    for _ in range(3):
+        x = normal(20, 128, device=device)
+        for m, part, optimizer in ((model, x.chunk(world // 2)[rank], optimizers[0]), (alone, x, optimizers[1])):
+            optimizer.zero_grad()
+            m(part).float().square().mean().backward()
+            optimizer.step()
+    state, slack = full_state_dict(model, rank0_only=False), 300 if device.type == "cuda" else 3
+    for name, t in alone.state_dict().items():
+        near(state[name].double(), t.cpu().double(), slack)
+
+
+def error_in_one_rank(device):
+    """The last rank raises between two layers, whose collectives the others enter."""
+    model = parallelized(pair(device), mesh_of(device))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError("this rank had an error")
+    model(normal(20, 128, device=device))
+
+
+def death_of_one_rank(device):
+    model = parallelized(pair(device), mesh_of(device))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+    model(normal(20, 128, device=device))
+
+
 CHECKS = [
     distributed_matrix,
     distributed_matrix_of_other_patterns,
@@ -250,4 +344,7 @@ CHECKS = [
     inputs_of_a_row,
     gated,
     experts,
+    optimized,
+    states,
+    with_fully_shard,
 ]

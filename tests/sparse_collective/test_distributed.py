@@ -27,3 +27,16 @@ def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path):
         ranks = Ranks(world)
         ranks.run(f"{fsdp_checks.__name__}:checkpoint_of_another_world", str(tmp_path), number)
         ranks.close()
+
+
+@pytest.mark.parametrize("check", ["error_in_one_rank", "death_of_one_rank"])
+def test_a_rank_that_fails_ends_the_others(check):
+    """Within the process group's timeout, with the reason."""
+    ranks = Ranks(2, collective_seconds=4)
+    try:
+        other, failed = ranks.outcomes(f"{distributed_checks.__name__}:{check}", after_error=30)
+    finally:
+        ranks.kill()
+    assert "ArithmeticError: this rank had an error" in failed or failed == "the process ended with exit code 3"
+    reasons = "Timed out waiting 4000ms", "Connection closed by peer", "Connection reset by peer"
+    assert any(reason in other for reason in reasons), other
