@@ -2,9 +2,9 @@
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
 path, the device. Each group keeps one test in KEPT, at least FEW, or one if they call torch.compile. Slow tests, which
-compile kernels or emulate them, are grouped by file and, if a kernel is inspected, by kernel_selection.kernel_class;
-each group keeps one in SLOW_KEPT, at least one. The hash of a test's id decides which ones, so every run without
-options has the same. Tests with the marker `core` always run.
+compile kernels or emulate them, are grouped by file, which keeps one in SLOW_KEPT, at least one. Of tests that inspect
+a kernel, one of each kernel_selection.kernel_class runs. The hash of a test's id decides which ones, so every run
+without options has the same. Tests with the marker `core` always run.
 
     --all                   everything
     --share TEXT            besides, one in SHARE of all other tests; each TEXT picks another share
@@ -28,8 +28,8 @@ from cute_kernels.runtime.families import Family, families
 from . import sources
 
 FEW = 2
-KEPT = 8
-SLOW_KEPT = 10
+KEPT = 12
+SLOW_KEPT = 20
 SHARE = 10
 MOST = 400  # a kernel takes one to two seconds to compile
 COMPILE = {"compile_kernel", "compile_for", "inspect_kernel", "inspect_compiled", "cubin"}
@@ -124,7 +124,8 @@ def representatives(items: list) -> list:
         groups[class_of(item)].append(item)
     for group in groups.values():
         if is_slow(group[0]):
-            kept = max(1, len(group) // SLOW_KEPT)
+            inspected = len(class_of(group[0])) > 1
+            kept = 1 if inspected else max(1, len(group) // SLOW_KEPT)
         else:
             kept = max(1 if TORCH_COMPILES & names_in(group[0].function) else FEW, len(group) // KEPT)
         found += sorted(group, key=rank)[:kept]

@@ -29,6 +29,11 @@ def some_texts(count: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, TINY.words, (length,), generator=draw).tolist() for length in lengths]
 
 
+def topics() -> dict[str, str]:
+    """Fewer documents than those of the whole standard library, which take many seconds to read."""
+    return {f"topic {name}": words for name, words in text.topics.items()}
+
+
 def test_batches_hold_all_texts_of_similar_length():
     texts = some_texts(40)
     found = minilm.batches(texts, 64)
@@ -92,7 +97,7 @@ def test_steps_of_distillation_reduce_the_loss(monkeypatch):
 
 def test_the_command_with_a_tiny_model(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "why_no_gpu", lambda: "There is no CUDA GPU here.")
-    monkeypatch.setattr(text, "documents", lambda: {f"topic {name}": words for name, words in text.topics.items()})
+    monkeypatch.setattr(text, "documents", topics)
     monkeypatch.setattr(minilm, "load", teacher)
     monkeypatch.setattr(minilm, "tokenize", lambda texts: [[1 + ord(c) % 49 for c in t[:10]] for t in texts])
     png, out = tmp_path / "picture.png", tmp_path / "figures.json"
@@ -103,7 +108,9 @@ def test_the_command_with_a_tiny_model(monkeypatch, tmp_path, capsys):
     assert all(row["steps"] == [0, 1, 2, 3, 4, 5] and len(row["cosine"]) == 6 for row in data["rows"])
 
 
-def test_held_out_sentences_are_not_trained_on():
+def test_held_out_sentences_are_not_trained_on(monkeypatch):
+    monkeypatch.setattr(text, "documents", topics)
+    monkeypatch.setattr(recovery, "HELD_OUT", 50)
     train, held_out = recovery.texts()
     assert 0 < len(held_out) <= recovery.HELD_OUT < len(train) and not set(train) & set(held_out)
     assert text.sentences(["One two three four five. Six\nseven eight nine ten.\n\n>>> x = y + z - 1 * 3 (4)"]) == [
