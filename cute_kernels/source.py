@@ -50,16 +50,14 @@ class KTileSource:
         ValueError: tile_m or tile_k is not a positive multiple of 64.
 
     Example:
-        A chessboard of A's tiles: even row tiles multiply K-tiles 0, 2, 4, ..., odd ones 1, 3, 5, ...
-
-        >>> chessboard = KTileSource(
-        ...     at=lambda m, i, k_tiles: 2 * i + m % 2,
-        ...     count=lambda m, k_tiles: (k_tiles + 1 - m % 2) // 2,
-        ... )
-        >>> chessboard.k_tiles(M=256, K=320)
-        [[0, 2, 4], [1, 3]]
-        >>> d = gemm(a, b, source=chessboard)
-        >>> print(inspect(gemm, a, b, source=chessboard, arch="sm_90").sass)
+        # a chessboard of A's tiles: even row tiles multiply K-tiles 0, 2, 4, ..., odd ones 1, 3, 5, ...
+        chessboard = KTileSource(
+            at=lambda m, i, k_tiles: 2 * i + m % 2,
+            count=lambda m, k_tiles: (k_tiles + 1 - m % 2) // 2,
+        )
+        chessboard.k_tiles(M=256, K=320)  # [[0, 2, 4], [1, 3]]
+        d = gemm(a, b, source=chessboard)
+        print(inspect(gemm, a, b, source=chessboard, arch="sm_90").sass)
     """
 
     __slots__ = ("_hash", "at", "count", "tile_k", "tile_m")
@@ -100,8 +98,8 @@ class KTileSource:
             ValueError: an index or a count is out of range.
 
         Example:
-            >>> KTileSource(at=lambda m, i, k_tiles: (m + i) % k_tiles, count=lambda m, k_tiles: 2).k_tiles(256, 192)
-            [[0, 1], [1, 2]]
+            source = KTileSource(at=lambda m, i, k_tiles: (m + i) % k_tiles, count=lambda m, k_tiles: 2)
+            source.k_tiles(256, 192)  # [[0, 1], [1, 2]]
         """
         tiles = -(-K // self.tile_k)
         rows = torch.arange(-(-M // self.tile_m), dtype=torch.int32, device="cpu")

@@ -1,14 +1,15 @@
-"""Layers with block-sparse weights, and which blocks they store. `import sparse_collective.nn` asks for them.
+"""Block-sparse layers, and functions that prune, quantize and report a model's layers. Imported on request:
+`import sparse_collective.nn`.
 
-BsrLinear, BsrGroupedLinear     in the place of torch.nn.Linear; one of them for each expert
+BsrLinear, BsrGroupedLinear     replace torch.nn.Linear, and the linear layers of experts
 GatedBsrLinear                  activation(gate(x)) * up(x), with both weights in one; GatedLinear is its dense form
 SwiGLU, BsrMixtureOfExperts     gated feed-forward layers made of them
-BsrExperts                      the experts of another router, as of transformers' models
-quantize_                       quantize their weights to FP8, for inference: Float8BsrLinear, Float8SwiGLU
-mask_2_4_, prune_2_4_           train with 2:4 masks; then for inference Bsr24Linear, of nn.Linear Sparse24Linear
-sparsify_, densify_             swap the linear layers of a model, and back
+BsrExperts                      experts for another router, such as those of transformers' models
+quantize_                       quantize weights to FP8 for inference: Float8BsrLinear, Float8SwiGLU
+mask_2_4_, prune_2_4_           train with 2:4 masks; then store 2:4 weights: Bsr24Linear, Sparse24Linear
+sparsify_, densify_             replace the linear layers of a model, and the reverse
 sparsity                        the block-sparse layers of a model, as a table, in notebooks and as a chart
-prune_, change_pattern_         keep the blocks that matter; drop and regrow blocks while training
+prune_, change_pattern_         keep the blocks of highest score; drop and regrow blocks while training
 """
 
 from ..pattern import Pattern

@@ -23,16 +23,21 @@ __all__ = ["SparsityConfig", "density_of", "sparse_of", "why_no_grid"]
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """Configuration of sparsify_ for the layers of a model.
+    """Configuration of sparsify_: blocks, densities and scores of a model's layers.
 
-    blocksize: (bm, bk).
-    density: in [0, 1], of each layer; or densities by name, of which the first pattern that fits a layer's name counts
-        (as in a shell, {"*.mlp.*": 0.25, "*": 0.5}), and layers that none fits are left out. Each pattern must fit one.
-    scores: by which blocks are kept: "magnitude", "gradient", or a function of Blocks such as InputNorms.
-    even_rows: whether each block row keeps equally many, round(density * K / bk).
+    Attributes:
+        blocksize: (bm, bk), multiples of 16.
+        density: in [0, 1], of each layer; or densities by name patterns as in a shell, {"*.mlp.*": 0.25, "*": 0.5}. The
+            first pattern that matches a layer's name applies; layers without a match are skipped. Each pattern must
+            match a layer.
+        scores: what ranks the blocks: "magnitude", "gradient", or a function of Blocks such as InputNorms.
+        even_rows: True keeps the same number of blocks in each block row, round(density * K / bk).
 
     Raises:
-        TypeError, ValueError: a block's side or a density is unsupported.
+        TypeError, ValueError: a block's side or a density is not supported.
+
+    Example:
+        config = SparsityConfig((128, 128), {"*.mlp.*": 0.25, "*": 0.5}, scores=norms)
     """
 
     blocksize: tuple[int, int] = (128, 128)
@@ -46,7 +51,7 @@ class SparsityConfig:
             arguments.check_density(density)
 
     def density_of(self, name: str) -> float | None:
-        """The density of the layer of this name; None where no pattern fits it."""
+        """Density of the layer with this name; None if no pattern matches it."""
         if not isinstance(self.density, Mapping):
             return self.density
         return next((d for pattern, d in self.density.items() if fnmatchcase(name, pattern)), None)

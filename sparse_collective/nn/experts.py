@@ -32,20 +32,20 @@ ExpertsModules = dict[nn.Module, tuple[Activation | None, str]]
 
 
 class BsrExperts(nn.Module):
-    """Experts with block-sparse weights, in the place of an experts module of transformers; all run in two kernels.
+    """Experts with block-sparse weights that replace an experts module of transformers; all run in two kernels.
 
-    For each token, y is the sum over its choices e of weight * down[e](activation(g) * u), where g and u are the halves
-    of gate_up[e](x). Tokens are sorted by expert, and each expert's share is padded to whole runs; nothing of the
-    routing is read on the host.
+    For each token, y is the sum of weight * down[e](activation(g) * u) over its experts e, where g and u are the halves
+    of gate_up[e](x). Tokens are sorted by expert, and each expert's tokens are padded to whole runs. The host reads
+    nothing of the routing.
 
     Args:
-        gate_up: BsrGroupedLinear(E, H, 2 I): rows of the gate first, then those of up.
+        gate_up: BsrGroupedLinear(E, H, 2 I): the rows of the gate, then those of up.
         down: BsrGroupedLinear(E, I, H).
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
-        group_rows: tokens of a run, a multiple of 64: larger is faster where experts get many, and pads more.
+        group_rows: tokens per run, a multiple of 64. Larger runs are faster if experts get many tokens, and pad more.
 
     Forward takes (hidden_states, top_k_index, top_k_weights), as transformers calls it: (T, H), (T, k) int64 in [0, E)
-    and (T, k) of any floating dtype. It returns (T, H) of the dtype of hidden_states.
+    and (T, k) of any floating-point dtype. It returns (T, H) in the dtype of hidden_states.
 
     Raises:
         ValueError: the layers do not fit each other, or an argument is out of range.

@@ -20,23 +20,27 @@ __all__ = ["BsrMixtureOfExperts", "SwiGLU", "routed", "routing_of"]
 
 
 class SwiGLU(nn.Module):
-    """down(gate_up(x)), where gate_up computes silu(gate(x)) * up(x): a gated feed-forward layer.
+    """Gated feed-forward layer: down(gate_up(x)), where gate_up computes silu(gate(x)) * up(x).
 
     Args:
-        dim, hidden: features outside and inside, multiples of the blocks' sides; hidden a multiple of 64.
-        bias: of all three.
-        blocksize: (bm, bk); of gate and up, of the matrix that holds both.
-        density: of all layers, in [0, 1]; random places. For other patterns see `from_linears`.
+        dim, hidden: input and hidden features, multiples of the block's sides; hidden is a multiple of 64.
+        bias: True adds a bias to all three layers.
+        blocksize: (bm, bk); for gate and up, of the matrix that holds both.
+        density: of all layers, in [0, 1], with random blocks. For other patterns see `from_linears`.
         device, dtype: see BsrLinear.
 
-    gate_up: a GatedBsrLinear(dim, 2 * hidden), or any module in its place that maps dim features to hidden ones, for
-        example a GatedBsrLinear of another activation.
-    down: a BsrLinear(hidden, dim), or any module in its place.
+    Attributes:
+        gate_up: a GatedBsrLinear(dim, 2 * hidden). Any module that maps dim to hidden features can replace it, for
+            example a GatedBsrLinear with another activation.
+        down: a BsrLinear(hidden, dim), which any module with the same features can replace.
 
-    Forward takes (..., dim) and returns (..., dim). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Forward maps (..., dim) to (..., dim). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
     Raises:
-        TypeError, ValueError: as BsrLinear does, and for a hidden that is not a multiple of 64.
+        TypeError, ValueError: as in BsrLinear, and if hidden is not a multiple of 64.
+
+    Example:
+        layer = SwiGLU(4096, 14336, blocksize=(128, 128), density=0.25, device="cuda", dtype=torch.bfloat16)
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class SwiGLU(nn.Module):
         blocksize: Sequence[int] = (128, 128),
         density: float = 1.0,
     ) -> Self:
-        """The layer with the blocks of largest norm of three linear ones, copied; see BsrLinear.from_linear."""
+        """Create the layer from the blocks of largest norm of three dense ones; see BsrLinear.from_linear."""
         gate_up = GatedBsrLinear.from_linears(gate, up, blocksize, density)
         return cls.of(gate_up, BsrLinear.from_linear(down, blocksize, density))
 
@@ -129,24 +133,27 @@ def routed(
 
 
 class BsrMixtureOfExperts(nn.Module):
-    """Each token through the top_k of E gated feed-forward layers, weighed by a router; no token is dropped.
+    """Mixture of experts: a router selects top_k of E gated feed-forward layers per token; no token is dropped.
 
-    The router is a dense linear layer; its top_k logits go through a softmax. Tokens are sorted by expert, each
-    expert's share is padded to whole runs, and all experts run in one kernel a layer. Nothing of the routing is read on
-    the host: numbers of rows depend on shapes alone.
+    The router is a dense linear layer with a softmax over the top_k logits. Tokens are sorted by expert, each expert's
+    tokens are padded to whole runs, and all experts run in one kernel per layer. The host reads nothing of the routing:
+    shapes do not depend on it.
 
     Args:
-        dim, hidden: extents outside and inside of an expert, multiples of the blocks' sides.
-        experts, top_k: E, and how many of them a token takes.
-        bias: of the experts' layers.
+        dim, hidden: input and hidden features of an expert, multiples of the block's sides.
+        experts, top_k: E, and the number of experts per token.
+        bias: True adds a bias to the experts' layers.
         blocksize, density, one_pattern: of the experts' weights, see BsrGroupedLinear.
-        group_rows: tokens of a run, a multiple of 64: larger is faster where experts get many, and pads more.
+        group_rows: tokens per run, a multiple of 64. Larger runs are faster if experts get many tokens, and pad more.
         device, dtype: of all parameters.
 
-    Forward takes (..., dim) and gives (..., dim).
+    Forward maps (..., dim) to (..., dim).
 
     Raises:
-        TypeError, ValueError: as BsrLinear does, and for top_k or group_rows out of range.
+        TypeError, ValueError: as in BsrLinear, and if top_k or group_rows is out of range.
+
+    Example:
+        layer = BsrMixtureOfExperts(1024, 4096, experts=8, top_k=2, blocksize=(128, 128), density=0.25)
     """
 
     def __init__(
@@ -177,7 +184,7 @@ class BsrMixtureOfExperts(nn.Module):
         self.down = BsrGroupedLinear(experts, hidden, dim, bias, blocksize, **more)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Route x (T, dim): returns weights (T, top_k) float32, which sum to 1, and experts (T, top_k) int64."""
+        """Route x (T, dim): return weights (T, top_k) float32, which sum to 1, and experts (T, top_k) int64."""
         logits, choices = self.router(x).float().topk(self.top_k, dim=-1)
         return logits.softmax(-1), choices
 

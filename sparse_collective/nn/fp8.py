@@ -33,25 +33,27 @@ LEAST_GATED = 320  # tokens: 256 took as long either way, 384 gained 3 %
 
 
 class Float8BsrLinear(StoredBlocks):
-    """y = activation(x @ W.T + bias) for inference, with an FP8 W that has a scale for each stored block.
+    """FP8 block-sparse linear layer for inference: y = activation(x @ W.T + bias), with one scale per block of W.
 
     Args:
-        layer: a BsrLinear, whose weight is quantized, and whose bias, activation and gate (of a GatedBsrLinear) are
-            taken over.
+        layer: a BsrLinear or GatedBsrLinear. Its weight is quantized; bias, activation and gate are kept.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., K) of bfloat16, float16 or float32 and returns (..., M) in its dtype, or autocast's. x is
-    quantized with a scale for each token and multiplied by one kernel (see bsr_linear), which on sm_90 loads W while
-    x of at most 64 tokens is still being quantized. Runs on sm_89, sm_90 and the CPU, and with at most 16 tokens on
-    every GPU. There is no parameter and no gradient.
+    Forward maps x (..., K) in bfloat16, float16 or float32 to (..., M) in the same dtype, or autocast's. It quantizes x
+    with one scale per token and runs one GEMM (see bsr_linear). With at most 64 tokens on sm_90, the GEMM loads W while
+    x is still being quantized. Supported on sm_89, sm_90 and the CPU, and with at most 16 tokens on every GPU. The
+    layer has no parameters and no gradients.
 
-    Buffers: crow_indices and col_indices int32, values (nnz, bm, bk) of the FP8 dtype, scales (nnz,) float32, and bias
-    (M,), which state_dict() has. .to(dtype) converts the bias alone. load_state_dict() takes another number of blocks,
-    and states saved before the weight was made of buffers.
+    Buffers: crow_indices and col_indices int32, values (nnz, bm, bk) FP8, scales (nnz,) float32, and bias (M,), all in
+    state_dict(). .to(dtype) converts the bias only. load_state_dict() accepts another number of blocks, and states of
+    earlier versions.
 
     Raises:
-        TypeError: `layer` is no BsrLinear, or dtype is no FP8 dtype.
+        TypeError: `layer` is not a BsrLinear, or dtype is not an FP8 dtype.
         RuntimeError: in forward, x requires a gradient.
+
+    Example:
+        layer = Float8BsrLinear(BsrLinear(1024, 4096, density=0.25, dtype=torch.bfloat16))
     """
 
     TENSORS = ("crow_indices", "col_indices", "values", "scales")
@@ -129,23 +131,27 @@ class Float8BsrLinear(StoredBlocks):
 
 
 class Float8SwiGLU(nn.Module):
-    """SwiGLU for inference with FP8 weights: down(gate_up(x)) of two Float8BsrLinear, in four kernels.
+    """SwiGLU for inference with FP8 weights: down(gate_up(x)) with two Float8BsrLinear, in four kernels.
 
     Args:
         layer: a SwiGLU whose gate_up is a GatedBsrLinear and whose down is a BsrLinear.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    Forward takes x (..., dim) of bfloat16, float16 or float32 and returns (..., dim) in its dtype, or autocast's. The
-    four kernels quantize x, multiply, quantize the hidden features with a scale for each token, and multiply. With many
-    tokens on Hopper, without a bias, the first GEMM's epilogue computes the gate, if blocks have a multiple of 128 rows
-    (see bsr_gated_linear); otherwise the second quantization does (see cute_kernels.quantize_gated). Both round alike.
+    Forward maps x (..., dim) in bfloat16, float16 or float32 to (..., dim) in the same dtype, or autocast's. The four
+    kernels quantize x, multiply, quantize the hidden features with one scale per token, and multiply. The gate is
+    computed in the epilogue of the first GEMM with many tokens on Hopper, without a bias and with blocks of a multiple
+    of 128 rows (see bsr_gated_linear); otherwise by the second quantization (see cute_kernels.quantize_gated). Both
+    round alike.
 
-    With hooks on gate_up or down, global hooks, or another module in the place of one, the layers are called one by
-    one, to the same result up to the order of sums.
+    With hooks on gate_up or down, global hooks, or another module in place of one, the layers are called one by one.
+    Results then differ only by the order of additions.
 
     Raises:
-        TypeError: `layer` is no such SwiGLU, or dtype is no FP8 dtype.
+        TypeError: `layer` is not such a SwiGLU, or dtype is not an FP8 dtype.
         RuntimeError: in forward, x requires a gradient.
+
+    Example:
+        layer = Float8SwiGLU(SwiGLU(1024, 4096, blocksize=(128, 128), density=0.25, dtype=torch.bfloat16))
     """
 
     def __init__(self, layer: SwiGLU, dtype: torch.dtype = torch.float8_e4m3fn) -> None:

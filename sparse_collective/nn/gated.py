@@ -39,7 +39,7 @@ class GatedLinear(nn.Linear):
 
 
 class GatedBsrLinear(BsrLinear):
-    """y = activation(x @ G.T + a) * (x @ U.T + b), where G and U are one block-sparse weight W.
+    """Gated linear layer: y = activation(x @ G.T + a) * (x @ U.T + b), where G and U share one block-sparse weight W.
 
     Rows of W and bias alternate: 64 of G, 64 of U, and so on (see sparse_collective.interleaved).
 
@@ -49,13 +49,16 @@ class GatedBsrLinear(BsrLinear):
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
         bias, blocksize, density, mask, indices, device, dtype: see BsrLinear.
 
-    Forward takes x (..., K) and returns (..., H). After `eval()`, without a gradient and a bias, it is one kernel
-    where bsr_gated_linear is; that kernel does not round x @ G.T and x @ U.T. In training mode results are bitwise
-    identical with and without grad mode, so that checkpoints recompute what they computed, with use_reentrant or not.
-    Pruning, hooks, state and sharding are those of a BsrLinear.
+    Forward maps x (..., K) to (..., H). After `eval()`, without gradients and bias, it is one kernel if
+    bsr_gated_linear supports the call; that kernel does not round x @ G.T and x @ U.T. In training mode results are
+    bitwise identical with and without grad mode, so that checkpoints (use_reentrant or not) recompute the same values.
+    Pruning, hooks, state and sharding work as in BsrLinear.
 
     Raises:
-        TypeError, ValueError: as BsrLinear does, and for an out_features that is not a multiple of 128.
+        TypeError, ValueError: as in BsrLinear, and if out_features is not a multiple of 128.
+
+    Example:
+        layer = GatedBsrLinear(1024, 2 * 4096, blocksize=(128, 128), density=0.25)
     """
 
     gated = True
@@ -93,10 +96,10 @@ class GatedBsrLinear(BsrLinear):
         *,
         activation: Activation | None = "silu",
     ) -> Self:
-        """The layer with these blocks of two linear ones (H, K), copied; see BsrLinear.from_linear.
+        """Create the layer from blocks of two dense layers (H, K), gate and up; see BsrLinear.from_linear.
 
         Raises:
-            ValueError: one has a bias and the other has none, or H is not a multiple of 64.
+            ValueError: only one of them has a bias, or H is not a multiple of 64.
         """
         if (gate.bias is None) != (up.bias is None):
             raise ValueError("from_linears: gate and up must both have a bias, or neither")

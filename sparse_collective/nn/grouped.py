@@ -19,26 +19,30 @@ __all__ = ["BsrGroupedLinear"]
 
 
 class BsrGroupedLinear(BsrModule):
-    """y[i] = activation(x[i] @ W[e].T + bias[e]), e the expert of token i; weights (E, M, K) of stored blocks.
+    """Grouped linear layers: y[i] = activation(x[i] @ W[e].T + bias[e]) for expert e of token i, in one kernel.
 
     Args:
         experts: E.
-        in_features, out_features: K and M, multiples of the sides of a block.
-        bias: whether there is one, (E, M).
+        in_features, out_features: K and M, multiples of the block's sides.
+        bias: True adds a bias (E, M).
         blocksize: (bm, bk), multiples of 16.
-        one_pattern: whether all experts store the same blocks: values are (E, nnz, bm, bk), and crow_indices
-            (M / bm + 1,). Else each has its own: values (blocks of all experts, bm, bk), crow_indices (E, M / bm + 1).
-        density: in [0, 1], of each expert; random places as in BsrLinear.
-        mask: in place of density, (M / bm, K / bk) bool, or of own patterns (E, M / bm, K / bk). Synchronises.
-        indices: in place of density, (crow_indices, col_indices) as a BsrMatrix has them; copied.
+        one_pattern: True if all experts store the same blocks: values (E, nnz, bm, bk), crow_indices (M / bm + 1,).
+            False gives each its own pattern: values (blocks of all experts, bm, bk), crow_indices (E, M / bm + 1).
+        density: in [0, 1], of each expert; random blocks as in BsrLinear.
+        mask: instead of density: (M / bm, K / bk) bool, or with own patterns (E, M / bm, K / bk). Synchronizes.
+        indices: instead of density: (crow_indices, col_indices) of a BsrMatrix; copied.
         activation, device, dtype: see BsrLinear.
 
-    Forward takes x (T, K), sorted by expert, and offs (E,), where each expert's tokens end, or the keyword expert_ids,
-    if x is padded: see bsr_grouped_linear. It returns (T, M). Pruning takes BsrLinear alone; prune experts before they
-    are stacked.
+    Forward takes x (T, K), sorted by expert, and offs (E,), the end of each expert's tokens; or, for padded x, the
+    keyword expert_ids (see bsr_grouped_linear). It returns (T, M). prune_ supports only BsrLinear: prune experts before
+    you stack them.
 
     Raises:
-        TypeError, ValueError: as BsrLinear does.
+        TypeError, ValueError: as in BsrLinear.
+
+    Example:
+        layer = BsrGroupedLinear(8, 1024, 4096, blocksize=(128, 128), density=0.25, dtype=torch.bfloat16)
+        y = layer(x, torch.tensor([100, 250, 250, 400, 512, 600, 800, 1024], dtype=torch.int32))  # x (1024, 1024)
     """
 
     bias: nn.Parameter | None
@@ -74,11 +78,11 @@ class BsrGroupedLinear(BsrModule):
 
     @classmethod
     def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: Activation | None = None) -> Self:
-        """The layer with a batch of matrices (E, M, K) as its weight; copies.
+        """Create the layer with a batch of matrices W (E, M, K) as its weight; copies it.
 
         Raises:
-            TypeError: W is no BsrMatrix.
-            ValueError: W is no batch or has wrong indices, or bias is not (E, M).
+            TypeError: W is not a BsrMatrix.
+            ValueError: W is not a batch or has invalid indices, or bias is not (E, M).
 
         Example:
             W = BsrMatrix.stack([BsrMatrix.from_dense(w, (128, 128), density=0.25) for w in weights])

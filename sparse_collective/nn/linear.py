@@ -21,33 +21,38 @@ Dense = TypeVar("Dense", bound=nn.Linear)
 
 
 class BsrLinear(BsrModule):
-    """y = activation(x @ W.T + bias) with a weight of which only some blocks are stored; in the place of nn.Linear.
+    """Block-sparse linear layer: y = activation(x @ W.T + bias), where W stores some of its blocks. Replaces nn.Linear.
 
     Args:
-        in_features, out_features: K and M, multiples of the sides of a block.
-        bias: whether there is one, (M,).
+        in_features, out_features: K and M, multiples of the block's sides.
+        bias: True adds a bias (M,).
         blocksize: (bm, bk), multiples of 16.
-        density: in [0, 1]; stores round(density * blocks) blocks at random places, block rows holding equally many
-            or one more.
-        mask: (M / bm, K / bk) bool, in place of density; True where a block is stored. Synchronises.
-        indices: (crow_indices, col_indices) as a BsrMatrix has them, in place of density; copied.
-        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the product.
-        device, dtype: of values and bias; bfloat16, float16, float32 or, on the CPU, float64. Kernels multiply 16-bit
-            numbers: on a GPU use a float32 layer under torch.autocast, or move it with .to(torch.bfloat16).
+        density: in [0, 1]; stores round(density * blocks) random blocks, with equally many in each block row, or one
+            more.
+        mask: (M / bm, K / bk) bool, instead of density; True where a block is stored. Synchronizes with the GPU.
+        indices: (crow_indices, col_indices) of a BsrMatrix, instead of density; copied.
+        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the GEMM.
+        device, dtype: of values and bias: bfloat16, float16, float32, or float64 on the CPU. Kernels need 16-bit
+            operands: on a GPU run a float32 layer under torch.autocast, or convert it with .to(torch.bfloat16).
 
-    Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's.
+    Forward maps x (..., K) to (..., M), in the weight's dtype, or autocast's. `values` (stored blocks, bm, bk) is the
+    parameter.
 
-    Values are drawn as nn.Linear draws them, by a bound that is larger by 1 / sqrt(density), so that outputs have the
-    variance that those of nn.Linear have.
+    Values are initialized as in nn.Linear, with a bound larger by 1 / sqrt(density), so that outputs have the same
+    variance.
 
-    DistributedDataParallel broadcasts buffers in each forward, which writes the indices, so that what kernels know of
-    the pattern is made again; pass forward_sync_buffers=False. In a torch without it pass broadcast_buffers=False, but
-    then see to it that all processes start with the same pattern: seed them alike, or load one state.
+    DistributedDataParallel broadcasts buffers, so it writes the indices in each forward, and tables of the pattern are
+    built again; pass forward_sync_buffers=False. If torch does not have it, pass broadcast_buffers=False and start all
+    processes with the same pattern: use the same seed, or load one state.
 
     Raises:
-        TypeError: a dtype is not supported.
-        ValueError: features are no multiples of a block's sides (the message has the padded extent), or not exactly
-            one of density, mask and indices is given and in range.
+        TypeError: the dtype is not supported.
+        ValueError: features are not multiples of the block's sides (the message has the padded extent), or not exactly
+            one of density, mask and indices is passed, or it is out of range.
+
+    Example:
+        layer = BsrLinear(4096, 14336, blocksize=(128, 128), density=0.25, device="cuda", dtype=torch.bfloat16)
+        y = layer(torch.randn(8, 512, 4096, device="cuda", dtype=torch.bfloat16))
     """
 
     bias: nn.Parameter | None
@@ -92,19 +97,23 @@ class BsrLinear(BsrModule):
         *,
         activation: Activation | None = None,
     ) -> Self:
-        """The layer with these blocks of a linear one, copied; requires_grad and training as there.
+        """Create the layer from blocks of a dense one, copied, with its requires_grad and training mode.
 
         Args:
-            linear: a torch.nn.Linear; on the meta device only density or mask are taken over.
+            linear: a torch.nn.Linear; on the meta device only density and mask are used.
             blocksize: (bm, bk).
             density: in [0, 1]; keeps the round(density * blocks) blocks of largest Frobenius norm.
-            mask: (M / bm, K / bk) bool, in place of density.
+            mask: (M / bm, K / bk) bool, instead of density.
+            activation: see BsrLinear.
 
-        With neither, keeps the blocks that hold a non-zero element.
+        Without density and mask, all blocks with a nonzero element are kept.
 
         Raises:
-            TypeError: `linear` is no nn.Linear, or has an unsupported dtype.
-            ValueError: features are no multiples of a block's sides, or density or mask is wrong.
+            TypeError: `linear` is not an nn.Linear, or has an unsupported dtype.
+            ValueError: features are not multiples of the block's sides, or density or mask is invalid.
+
+        Example:
+            layer = BsrLinear.from_linear(torch.nn.Linear(4096, 4096), (128, 128), density=0.25)
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear needs a torch.nn.Linear, got {type(linear).__name__}")
@@ -126,11 +135,14 @@ class BsrLinear(BsrModule):
 
     @classmethod
     def from_bsr(cls, W: BsrMatrix, bias: Tensor | None = None, *, activation: Activation | None = None) -> Self:
-        """The layer with a matrix (M, K) as its weight; copies.
+        """Create the layer with a matrix W (M, K) as its weight; copies it.
 
         Raises:
-            TypeError: W is no BsrMatrix.
-            ValueError: W is a batch or has wrong indices, or bias is not (M,).
+            TypeError: W is not a BsrMatrix.
+            ValueError: W is a batch or has invalid indices, or bias is not (M,).
+
+        Example:
+            layer = BsrLinear.from_bsr(random_bsr((512, 256), (64, 64), density=0.5))
         """
         if isinstance(W, Bsr24):
             raise TypeError(
@@ -152,10 +164,10 @@ class BsrLinear(BsrModule):
         return layer._hold(W, bias)
 
     def to_linear(self) -> nn.Linear:
-        """The torch.nn.Linear with the same weight, zeros where no block is stored; copies.
+        """Return a torch.nn.Linear with the same weight and zeros in place of dropped blocks; copies.
 
         Raises:
-            ValueError: this layer has a fused activation, which nn.Linear has not.
+            ValueError: the layer has a fused activation, which nn.Linear cannot have.
         """
         if self.activation is not None:
             raise ValueError(

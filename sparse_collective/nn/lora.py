@@ -42,10 +42,10 @@ class LoraBsrLinear(Linear):
 
 
 def on_block_sparse(config: LoraConfig) -> LoraConfig:
-    """Let a LoraConfig of PEFT target BsrLinear layers, too; returns the config.
+    """Let a LoraConfig of PEFT target BsrLinear layers, too; return the config.
 
     Args:
-        config: its target_modules name layers; nn.Linear among them are PEFT's own.
+        config: its target_modules name layers; the nn.Linear among them get PEFT's own LoRA.
 
     Example:
         sparsify_(model, SparsityConfig((128, 128), 0.25), lambda module, fqn: ".mlp." in fqn)

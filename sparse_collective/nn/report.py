@@ -134,14 +134,14 @@ def size_of(layer: nn.Module) -> int:
 
 
 def sparsity(model: nn.Module) -> Report:
-    """The block-sparse and 2:4 sparse layers of any model, as they are now.
+    """Report the block-sparse and 2:4 sparse layers of a model.
 
     Args:
-        model: any module; it is not changed. A layer with several names is listed once.
+        model: a module; not changed. A layer with several names is listed once.
 
     Returns:
-        A Report with one line for each layer: shape (M, K), or (E, M, K) of experts, stored blocks, and parameters of
-        the dense layer -> stored ones, biases included. It is empty if the model has no such layer.
+        A Report with one line per layer: shape (M, K), or (E, M, K) for experts; stored blocks; parameters of the dense
+        layer -> stored ones, biases included. It is empty if the model has no such layer.
 
     Example:
         print(sparsity(model))

@@ -39,37 +39,38 @@ __all__ = ["SparsityConfig", "densify_", "sparsify_"]
 def sparsify_(
     model: nn.Module, config: SparsityConfig, filter_fn: FilterFn | None = None, fuse: bool = False
 ) -> Report:
-    """Put a BsrLinear in the place of each nn.Linear of a model, with the blocks that a config chooses.
+    """Replace each nn.Linear of a model by a BsrLinear, which stores the blocks that the config selects.
 
-    A GatedLinear becomes a GatedBsrLinear. The experts of transformers' mixtures of experts, modules with the 3-D
-    parameters gate_up_proj (E, 2 I, H) and down_proj (E, H, I), become BsrExperts with a pattern for each expert, if
-    they compute a gated feed-forward layer with one of its activations. A call of a small copy of the module decides.
+    A GatedLinear becomes a GatedBsrLinear. Experts with 3-D parameters gate_up_proj (E, 2 I, H) and down_proj (E, H,
+    I), as in transformers, become BsrExperts with one pattern per expert, if they compute a gated feed-forward layer
+    with a supported activation; a call of a small copy of the module tests this.
 
-    Left as they are, and reported: layers whose features the blocks do not divide, of another dtype than BsrLinear has,
-    with hooks, with a weight that another module shares, subclasses of nn.Linear, which other code may read in its
-    own way (as nn.MultiheadAttention does), and other 3-D parameters. On the meta device layers get the shapes alone;
-    load a state.
+    These are skipped, and reported with the reason: layers whose features are not multiples of the block's sides, with
+    an unsupported dtype, with hooks, or with a weight that another module shares; subclasses of nn.Linear, which other
+    code may read in its own way, as nn.MultiheadAttention does; and other 3-D parameters. On the meta device layers get
+    shapes only; load a state afterwards.
 
     Args:
-        model: any module that contains nn.Linear or such experts; changed in place. A layer with several names is
-            replaced in all of its places if one of them is accepted and fits a pattern.
+        model: a module that contains nn.Linear or such experts; changed in place. A layer with several names is
+            replaced everywhere if one of its names is accepted and matches a pattern.
         config: see SparsityConfig. Experts have the names of their parameters.
-        filter_fn: (module, fqn) -> True to swap this nn.Linear, or this module of experts, as torchao has it. Layers
-            that it refuses are not in the report.
-        fuse: also replace blocks of gate_proj, up_proj and down_proj by SwiGLU, if their forward computes
-            down_proj(activation(gate_proj(x)) * up_proj(x)), as in transformers' Llama, Qwen, Mistral and Gemma. A call
-            of a small copy of the block decides. Blocks of 16, 32 or 64 rows are those of the unfused layers. Larger
-            ones hold rows of gate_proj and of up_proj in groups of 64, so that these share a pattern: a block's score
-            is the sum over its parts. Other linear layers are replaced one by one, and the report has the reason.
+        filter_fn: (module, fqn) -> True to replace this nn.Linear or experts module, as in torchao. Layers that it
+            rejects are not in the report.
+        fuse: True also replaces blocks of gate_proj, up_proj and down_proj by SwiGLU if their forward computes
+            down_proj(activation(gate_proj(x)) * up_proj(x)), as in transformers' Llama, Qwen, Mistral and Gemma; a call
+            of a small copy of the block tests this. With blocks of 16, 32 or 64 rows the patterns are those of the
+            unfused layers. Larger blocks hold rows of gate_proj and of up_proj in groups of 64, which share a pattern:
+            a block's score is the sum over its parts. Other linear layers are replaced one by one, and the report has
+            the reason.
 
     Returns:
-        What was done, layer by layer.
+        A Report with one line per layer.
 
     Raises:
-        TypeError: `config` is no SparsityConfig.
-        ValueError: `model` is an nn.Linear itself or has none, the filter accepts no layer, a pattern of the config
-            fits no layer, no pattern fits one that the filter accepts, or two names of one layer have different
-            densities. The model is as it was.
+        TypeError: `config` is not a SparsityConfig.
+        ValueError: `model` is an nn.Linear itself or has none, the filter accepts no layer, a name pattern of the
+            config matches no layer, no pattern matches an accepted layer, or two names of one layer have different
+            densities. The model is unchanged.
 
     Example:
         report = sparsify_(model, SparsityConfig((128, 128), 0.25), lambda module, fqn: ".mlp." in fqn)
@@ -133,20 +134,23 @@ def _check_patterns(model: nn.Module, config: SparsityConfig) -> None:
 
 
 def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
-    """Put an nn.Linear in the place of each BsrLinear of a model; dropped blocks are zeros.
+    """Replace each BsrLinear of a model by an nn.Linear; dropped blocks become zeros. The reverse of sparsify_.
 
-    A GatedBsrLinear becomes a GatedLinear. Left as they are, and reported: layers with a fused activation or with
+    A GatedBsrLinear becomes a GatedLinear. These are skipped, and reported: layers with a fused activation or with
     hooks, and BsrGroupedLinear.
 
     Args:
-        model: any module that contains such layers; changed in place.
-        filter_fn: (module, fqn) -> True to swap this BsrLinear. Layers that it refuses are not in the report.
+        model: a module that contains such layers; changed in place.
+        filter_fn: (module, fqn) -> True to replace this BsrLinear. Layers that it rejects are not in the report.
 
     Returns:
-        What was done, layer by layer.
+        A Report with one line per layer.
 
     Raises:
         ValueError: `model` is a BsrLinear itself or has none, or the filter accepts no layer.
+
+    Example:
+        densify_(model)
     """
     if isinstance(model, BsrLinear):
         raise ValueError("densify_ changes the layers inside of a model; of one layer use its to_linear()")

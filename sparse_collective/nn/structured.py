@@ -69,25 +69,27 @@ def refuse_float8(name: str, dtype: torch.dtype) -> None:
 
 
 class Bsr24Linear(StoredBlocks, StructuredLinear):
-    """y = activation(x @ W.T + bias) for inference: W block-sparse, and 2:4 sparse inside of its stored blocks.
+    """Block-sparse linear layer for inference whose stored blocks are 2:4 sparse: y = activation(x @ W.T + bias).
 
     Args:
-        layer: a BsrLinear whose blocks' sides are multiples of 64. Of every four neighbours in a row of a block the two
-            of largest magnitude are kept: of one that was trained with such a mask, all that there is. Copies; bias,
-            activation and the gate of a GatedBsrLinear are taken over.
+        layer: a BsrLinear or GatedBsrLinear whose blocks' sides are multiples of 64. Keeps the two elements of largest
+            magnitude of every four neighbors in a row, which is all of them after training with 2:4 masks. Copies the
+            weight; bias, activation and gate are kept.
 
-    Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's: one kernel, of bfloat16 and
-    float16 on sm_80 and newer (see bsr_linear of a Bsr24). Works under torch.compile. There is no parameter and no
-    gradient. `from_bsr` makes one of a Bsr24, and BsrLinear.from_bsr(layer.weight.to_bsr(), layer.bias) is the way
-    back.
+    Forward maps x (..., K) to (..., M), in the weight's dtype, or autocast's, with one kernel: bfloat16 and float16 on
+    sm_80 and newer (see bsr_linear with a Bsr24), also under torch.compile. The layer has no parameters and no
+    gradients. BsrLinear.from_bsr(layer.weight.to_bsr(), layer.bias) converts it back.
 
     Buffers: crow_indices and col_indices int32, values (nnz, bm, bk / 2), metadata int32 (see Bsr24), and bias (M,),
-    which state_dict() has. A state of another number of blocks is taken, too.
+    all in state_dict(). A state with another number of blocks can be loaded.
 
     Raises:
-        TypeError: `layer` is no BsrLinear, or its values are of float8.
-        ValueError: blocks are no multiples of 64.
+        TypeError: `layer` is not a BsrLinear, or its values are FP8.
+        ValueError: the blocks' sides are not multiples of 64.
         RuntimeError: in forward, x requires a gradient.
+
+    Example:
+        layer = Bsr24Linear(BsrLinear(1024, 4096, blocksize=(128, 128), density=0.25, dtype=torch.bfloat16))
     """
 
     TENSORS = ("crow_indices", "col_indices", "values", "metadata")
@@ -102,11 +104,11 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
 
     @classmethod
     def from_bsr(cls, W: Bsr24, bias: Tensor | None = None, *, activation: Activation | None = None) -> Bsr24Linear:
-        """The layer, in evaluation mode, with a matrix (M, K) as its weight; copies.
+        """Create the layer, in evaluation mode, with a matrix W (M, K) as its weight; copies it.
 
         Raises:
-            TypeError: W is no Bsr24, or of float8.
-            ValueError: W is a batch or has wrong indices, or bias is not (M,).
+            TypeError: W is not a Bsr24, or is FP8.
+            ValueError: W is a batch or has invalid indices, or bias is not (M,).
         """
         if not isinstance(W, Bsr24):
             raise TypeError(f"Bsr24Linear.from_bsr needs a Bsr24, got {type(W).__name__}; see BsrMatrix.prune_2_4")
@@ -144,24 +146,26 @@ class Bsr24Linear(StoredBlocks, StructuredLinear):
 
 
 class Sparse24Linear(StructuredLinear):
-    """y = activation(x @ W.T + bias) for inference, in the place of nn.Linear: of every four neighbours in a row of W
-    two are stored.
+    """2:4 sparse linear layer for inference: y = activation(x @ W.T + bias), with two of every four neighbors of W.
 
     Args:
-        linear: a torch.nn.Linear of which K is a multiple of 4; the two of largest magnitude of every four are kept.
-            Copies; the bias is taken over, and the gate and activation of a GatedLinear.
-        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the product.
+        linear: a torch.nn.Linear or GatedLinear whose in_features is a multiple of 4. Keeps the two elements of largest
+            magnitude of every four. Copies the weight; bias, gate and activation are kept.
+        activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu", fused into the GEMM.
 
-    Forward takes x (..., K) and gives (..., M), both of the weight's dtype, or autocast's: one kernel, of bfloat16 and
-    float16 on sm_80 and newer (see gemm of a Sparse24). Works under torch.compile. There is no parameter and no
-    gradient; `layer.weight.to_dense()` is the weight again.
+    Forward maps x (..., K) to (..., M), in the weight's dtype, or autocast's, with one kernel: bfloat16 and float16 on
+    sm_80 and newer (see gemm with a Sparse24), also under torch.compile. The layer has no parameters and no gradients;
+    `layer.weight.to_dense()` is the dense weight.
 
-    Buffers: values (M, K / 2), metadata int32 (see Sparse24), and bias (M,), which state_dict() has.
+    Buffers: values (M, K / 2), metadata int32 (see Sparse24), and bias (M,), all in state_dict().
 
     Raises:
-        TypeError: `linear` is no nn.Linear, or has an unsupported dtype.
-        ValueError: K is no multiple of 4, or activation is unknown.
+        TypeError: `linear` is not an nn.Linear, or has an unsupported dtype.
+        ValueError: K is not a multiple of 4, or activation is unknown.
         RuntimeError: in forward, x requires a gradient.
+
+    Example:
+        layer = Sparse24Linear(torch.nn.Linear(1024, 4096, dtype=torch.bfloat16), activation="gelu")
     """
 
     TENSORS = ("values", "metadata")

@@ -44,10 +44,10 @@ NARROW = (BsrLinear, GatedBsrLinear, Masked24BsrLinear, Masked24GatedBsrLinear) 
 
 @dataclass(frozen=True)
 class Float8Config:
-    """The FP8 dtype of the weights and activations of the layers that quantize_ makes: float8_e4m3fn or float8_e5m2.
+    """Configuration of quantize_: the FP8 dtype of weights and activations, float8_e4m3fn or float8_e5m2.
 
     Raises:
-        TypeError: dtype is no FP8 dtype.
+        TypeError: dtype is not an FP8 dtype.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -58,26 +58,26 @@ class Float8Config:
 
 
 def quantize_(model: nn.Module, config: Float8Config = Float8Config(), filter_fn: FilterFn | None = None) -> Report:
-    """Put a Float8BsrLinear in the place of each BsrLinear of a model, for inference.
+    """Replace each BsrLinear of a model by a Float8BsrLinear, for inference.
 
     A SwiGLU whose two layers are replaced becomes a Float8SwiGLU. Forward hooks and forward pre-hooks of a layer are
-    taken over, and their handles remove them. Left as they are, and reported: BsrGroupedLinear, Bsr24Linear,
-    subclasses, parametrized and sharded layers.
+    kept, and their handles remove them. These are skipped, and reported: BsrGroupedLinear, Bsr24Linear, subclasses, and
+    parametrized and sharded layers.
 
     Args:
-        model: any module that contains such layers; changed in place.
+        model: a module that contains such layers; changed in place.
         config: see Float8Config.
-        filter_fn: (module, fqn) -> True to swap this layer, as torchao has it; it sees the BsrLinear, also inside of
-            a SwiGLU. Layers that it refuses are not in the report.
+        filter_fn: (module, fqn) -> True to replace this layer, as in torchao; it is called with each BsrLinear, also
+            inside a SwiGLU. Layers that it rejects are not in the report.
 
     Returns:
-        What was done, layer by layer. Parameters count values and biases.
+        A Report with one line per layer. Parameters count values and biases.
 
     Raises:
-        TypeError: `config` is no Float8Config.
+        TypeError: `config` is not a Float8Config.
         ValueError: `model` is a BsrLinear itself or has none, the filter accepts none, or a layer to replace has hooks
-            of its gradients or its state, or a pre-hook of torch.nn.utils that makes its weight. The model is as it
-            was.
+            of gradients or of its state, or a pre-hook of torch.nn.utils that computes its weight. The model is
+            unchanged.
 
     Example:
         report = quantize_(model, filter_fn=lambda module, fqn: not fqn.endswith("lm_head"))

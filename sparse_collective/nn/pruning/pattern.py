@@ -30,13 +30,17 @@ __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_
 
 @dataclass(frozen=True)
 class CubicSchedule:
-    """The density at a training step: from `start` to `end`, fast at first and slower as fewer blocks are left.
+    """Density by training step, from `start` to `end`: it falls fast at first, and slower as fewer blocks are left.
 
     density(t) = end + (start - end) * (1 - (t - first) / (last - first)) ** 3 between the steps `first` and `last`.
-    Source: Zhu and Gupta, "To prune, or not to prune", 2017, in densities instead of sparsities.
+    Source: Zhu and Gupta, "To prune, or not to prune", 2017, for densities instead of sparsities.
 
     Raises:
         ValueError: densities are not in [0, 1] or rise, or last is not after first.
+
+    Example:
+        schedule = CubicSchedule(end=0.125, first=0, last=1000)
+        prune_(layer, schedule(step))
     """
 
     end: float
@@ -56,9 +60,12 @@ class CubicSchedule:
 
 
 def cosine_fraction(step: int, fraction: float, last: int) -> float:
-    """The share of blocks to drop and regrow at a step: fraction / 2 * (1 + cos(pi * step / last)), 0 after `last`.
+    """Fraction of blocks to drop and regrow at a step: fraction / 2 * (1 + cos(pi * step / last)), and 0 after `last`.
 
     Source: Evci et al., "Rigging the Lottery" (RigL), 2020.
+
+    Example:
+        change_pattern_(layer, cosine_fraction(step, 0.3, last=10_000), grow="random")
     """
     return 0.0 if step >= last else fraction / 2 * (1 + math.cos(math.pi * step / last))
 
@@ -72,20 +79,23 @@ def prune_(
     scores: str | Tensor | Scores = "magnitude",
     optimizer: torch.optim.Optimizer | None = None,
 ) -> BsrLinear:
-    """Keep the stored blocks of highest score, and drop the others; returns the layer.
+    """Keep the stored blocks of highest score, and drop the others; return the layer.
 
     Args:
-        layer: a BsrLinear; `values` stays the same Parameter, with fewer blocks.
-        density: of all blocks, stored or not; keeps round(density * blocks).
-        per_row: in place of density, how many blocks each block row keeps. Synchronises.
-        scores: "magnitude", "gradient" (see scores.SCORES), a function of Blocks such as InputNorms, or (nnz,) numbers.
-            NaN ranks first; of equal ones the earlier block.
-        optimizer: whose state follows the blocks, as carry_optimizer_state has it.
+        layer: a BsrLinear; `values` remains the same Parameter, with fewer blocks.
+        density: fraction of all blocks, stored or not; keeps round(density * blocks).
+        per_row: instead of density, the number of blocks that each block row keeps. Synchronizes with the GPU.
+        scores: "magnitude", "gradient" (see scores.SCORES), a function of Blocks such as InputNorms, or a tensor
+            (nnz,). NaN ranks first; among equal scores the earlier block does.
+        optimizer: its state is moved with the blocks, see carry_optimizer_state.
 
     Raises:
-        TypeError: the layer is no BsrLinear, or tensor parallel.
-        RuntimeError: values are sharded by fully_shard, and gathered at present; or ranks would choose differently.
-        ValueError: not exactly one of density and per_row is given, or more blocks are asked for than there are.
+        TypeError: the layer is not a BsrLinear, or is tensor-parallel.
+        RuntimeError: values are sharded by fully_shard and currently gathered; or ranks would select different blocks.
+        ValueError: not exactly one of density and per_row is passed, or more blocks are requested than are stored.
+
+    Example:
+        prune_(layer, 0.25, optimizer=optimizer)
     """
     _check_layer("prune_", layer)
     rows, cols = layer.grid
@@ -133,26 +143,27 @@ def change_pattern_(
     optimizer: torch.optim.Optimizer | None = None,
     generator: torch.Generator | None = None,
 ) -> BsrLinear:
-    """Drop the stored blocks of lowest score, and store as many others, which begin at zero; returns the layer.
+    """Drop the stored blocks of lowest score, and store as many others, initialized to zero; return the layer.
 
     With grow=DenseGradients(...).block_norms(layer) this is RigL (Evci et al. 2020), with grow="random" SET (Mocanu et
-    al. 2018), of blocks in place of elements. As in RigL a dropped block is among those that may grow: if it does, it
-    keeps its values.
+    al. 2018), for blocks instead of elements. As in RigL, a dropped block may grow again; it then keeps its values.
 
     Args:
         layer: a BsrLinear. Values, their gradient and the indices are written in place.
-        fraction: in [0, 1], of the stored blocks: round(fraction * nnz) are dropped.
-        grow: (M / bm, K / bk) numbers, of which the highest grow; or "random".
-        drop: how stored blocks are scored, see prune_.
-        even_rows: each block row drops and grows equally many, so that it holds as many as before. Of a layer whose
-            block rows hold equally many.
-        optimizer: whose state follows the blocks, as carry_optimizer_state has it.
-        generator: for grow="random", of the layer's device. In several processes give all the same seed.
+        fraction: in [0, 1]; drops round(fraction * nnz) of the stored blocks.
+        grow: scores (M / bm, K / bk), the highest of which grow; or "random".
+        drop: scores of the stored blocks, see prune_.
+        even_rows: True drops and grows the same number in each block row. The block rows must have equally many blocks.
+        optimizer: its state is moved with the blocks, see carry_optimizer_state.
+        generator: for grow="random", on the layer's device. All processes must use the same seed.
 
     Raises:
-        TypeError: the layer is no BsrLinear, or tensor parallel.
-        RuntimeError: values are sharded by fully_shard, and gathered at present; or ranks would choose differently.
-        ValueError: fraction or grow is wrong, or even_rows is asked of uneven ones.
+        TypeError: the layer is not a BsrLinear, or is tensor-parallel.
+        RuntimeError: values are sharded by fully_shard and currently gathered; or ranks would select different blocks.
+        ValueError: fraction or grow is invalid, or even_rows is passed for block rows of different lengths.
+
+    Example:
+        change_pattern_(layer, 0.3, grow=gradients.block_norms(layer), optimizer=optimizer)
     """
     _check_layer("change_pattern_", layer)
     if not 0 <= fraction <= 1:
@@ -261,19 +272,25 @@ def _move(layer: BsrLinear, keys: Tensor, new: Tensor, optimizer: torch.optim.Op
 def carry_optimizer_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, old_pattern: Pattern, new_pattern: Pattern
 ) -> None:
-    """Move what an optimizer keeps of each block, as Adam's moments, to the block's place in a new pattern.
+    """Move an optimizer's state of each block, such as Adam's moments, to the block's position in a new pattern.
 
-    New blocks get zeros. State of another shape than one entry a block, as a count of steps, stays. In place where the
-    number of blocks is the same.
+    New blocks get zeros. State with another shape than one entry per block, such as a step count, is unchanged. In
+    place if the number of blocks is the same. prune_ and change_pattern_ call it if you pass `optimizer`.
 
     Args:
         optimizer: its state may be empty, before the first step.
         parameter: (nnz, bm, bk), the values.
-        old_pattern, new_pattern: of one grid of blocks; `layer.pattern.clone()` before the change and `layer.pattern`
-            after it.
+        old_pattern, new_pattern: patterns of the same grid of blocks: `layer.pattern.clone()` before the change and
+            `layer.pattern` after it.
 
     Raises:
-        ValueError: patterns of other grids, or a state tensor whose first dimension does not count blocks.
+        ValueError: the patterns have different grids, or the first dimension of a state tensor is not the number of
+            blocks.
+
+    Example:
+        old = layer.pattern.clone()
+        prune_(layer, 0.25)
+        carry_optimizer_state(optimizer, layer.values, old, layer.pattern)
     """
     grids = [(p.total_rows, p.n_block_cols) for p in (old_pattern, new_pattern)]
     if grids[0] != grids[1]:

@@ -40,7 +40,7 @@ __all__ = ["Masked24BsrLinear", "Masked24Linear", "Sparse24Config", "mask_2_4_",
 
 @dataclass(frozen=True)
 class Sparse24Config:
-    """The layers that mask_2_4_ and prune_2_4_ change: each BsrLinear, and with `dense` each nn.Linear, too."""
+    """Configuration of mask_2_4_ and prune_2_4_: each BsrLinear is changed, and with dense=True each nn.Linear, too."""
 
     dense: bool = False
 
@@ -90,27 +90,31 @@ MASKED = {
 
 
 def mask_2_4_(model: nn.Module, config: Sparse24Config = Sparse24Config(), filter_fn: FilterFn | None = None) -> Report:
-    """Train the BsrLinear of a model with 2:4 masks: in each forward the two of largest magnitude of every four
-    neighbours in a row are multiplied, and the gradient reaches all four (straight-through), so that masks may change.
+    """Train the BsrLinear layers of a model with 2:4 masks.
 
-    The layers stay the same modules with the same parameters, optimizers, hooks and state; their class becomes
-    Masked24BsrLinear. Products cost what they cost without masks. Afterwards `prune_2_4_` makes layers of them which
-    store what the masks show.
+    In each forward, the two elements of largest magnitude of every four neighbors in a row are multiplied. The gradient
+    reaches all four (straight-through), so masks may change.
+
+    The layers remain the same modules, with the same parameters, optimizers, hooks and state; their class becomes
+    Masked24BsrLinear. GEMMs take as long as without masks. After training, `prune_2_4_` stores the masked weights.
 
     Args:
-        model: any module that contains such layers, or one itself; changed in place. Layers that prune_2_4_ would
-            leave as they are get no masks either, and are reported; but hooks may stay.
-        config: with Sparse24Config(dense=True) each nn.Linear, too, becomes a Masked24Linear.
-        filter_fn: (module, fqn) -> True to mask this layer. Layers that it refuses are not in the report.
+        model: such a layer, or a module that contains some; changed in place. Layers that prune_2_4_ would skip get no
+            masks and are reported, except that hooks are allowed.
+        config: Sparse24Config(dense=True) also turns each nn.Linear into a Masked24Linear.
+        filter_fn: (module, fqn) -> True to mask this layer. Layers that it rejects are not in the report.
 
     Returns:
-        What was done, layer by layer. Layers that have masks already are left out.
+        A Report with one line per layer. Layers that already have masks are not in it.
 
     Raises:
-        TypeError: `config` is no Sparse24Config.
+        TypeError: `config` is not a Sparse24Config.
         ValueError: the model has no such layer, or the filter accepts none.
 
     Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021.
+
+    Example:
+        mask_2_4_(model, Sparse24Config(dense=True))
     """
     check_config("mask_2_4_", config, Sparse24Config)
     report, owners, dense = Report(), owners_of(model), config.dense
@@ -131,27 +135,30 @@ def mask_2_4_(model: nn.Module, config: Sparse24Config = Sparse24Config(), filte
 def prune_2_4_(
     model: nn.Module, config: Sparse24Config = Sparse24Config(), filter_fn: FilterFn | None = None
 ) -> Report:
-    """Put a Bsr24Linear in the place of each BsrLinear of a model, for inference, also of those inside of a SwiGLU.
+    """Replace each BsrLinear of a model by a Bsr24Linear, for inference, also inside a SwiGLU.
 
-    Of every four neighbours in a row the two of largest magnitude are kept. A model that was not trained with such
-    masks loses accuracy; see mask_2_4_. Of a parametrized weight those of what the layer multiplies.
+    Keeps the two elements of largest magnitude of every four neighbors in a row. A model that was not trained with 2:4
+    masks loses accuracy; see mask_2_4_. The weight of a parametrized layer is the computed one.
 
-    Left as they are, and reported: layers of blocks whose sides are no multiples of 64, layers of experts, those with
-    hooks, and those that share a parameter with another module.
+    These are skipped, and reported: layers whose blocks' sides are not multiples of 64, layers of experts, layers with
+    hooks, and layers that share a parameter with another module.
 
     Args:
-        model: any module that contains such layers; changed in place.
-        config: with Sparse24Config(dense=True) a Sparse24Linear replaces each nn.Linear, too. Left as they are:
-            other subclasses of nn.Linear than Masked24Linear and GatedLinear, layers whose in_features are no multiple
-            of 4, and 3-D parameters, as of experts.
-        filter_fn: (module, fqn) -> True to swap this layer. Layers that it refuses are not in the report.
+        model: a module that contains such layers; changed in place.
+        config: Sparse24Config(dense=True) also replaces each nn.Linear by a Sparse24Linear. Skipped are subclasses of
+            nn.Linear other than Masked24Linear and GatedLinear, layers whose in_features is not a multiple of 4, and
+            3-D parameters, such as those of experts.
+        filter_fn: (module, fqn) -> True to replace this layer. Layers that it rejects are not in the report.
 
     Returns:
-        What was done, layer by layer. Parameters count what is stored: values and biases.
+        A Report with one line per layer. Parameters count stored values and biases.
 
     Raises:
-        TypeError: `config` is no Sparse24Config.
+        TypeError: `config` is not a Sparse24Config.
         ValueError: `model` is such a layer itself or has none, or the filter accepts none.
+
+    Example:
+        prune_2_4_(model, Sparse24Config(dense=True))
     """
     check_config("prune_2_4_", config, Sparse24Config)
     if isinstance(model, (BsrLinear, nn.Linear)):

@@ -38,13 +38,17 @@ KINDS_16 = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a layer's weight that are to be scored.
+    """Blocks of a layer's weight, the argument of a function of scores.
 
-    module: a BsrLinear, with its stored blocks; or an nn.Linear, with all blocks in row-major order.
-    weight: (n, bm, bk).
-    gradient: the same of the weight's gradient, None where there is none.
-    columns: (n,) int64 block column of each.
-    shards: the DTensor that weight is this rank's part of; None if weight has all blocks.
+    Attributes:
+        module: a BsrLinear, with its stored blocks; or an nn.Linear, with all blocks in row-major order.
+        weight: (n, bm, bk).
+        gradient: (n, bm, bk) of the weight's gradient; None without one.
+        columns: (n,) int64, the block column of each block.
+        shards: the DTensor that weight is this rank's part of; None if weight has all blocks.
+
+    Example:
+        prune_(layer, 0.25, scores=lambda blocks: blocks.weight.float().abs().amax((1, 2)))
     """
 
     module: Any
@@ -63,9 +67,9 @@ class Blocks:
 
     @classmethod
     def of(cls, module: nn.Module, blocksize: Sequence[int] | None = None) -> Blocks:
-        """The stored blocks of a BsrLinear, or all blocks of `blocksize` of an nn.Linear.
+        """Return the stored blocks of a BsrLinear, or all blocks of `blocksize` of an nn.Linear.
 
-        Of a BsrLinear whose values fully_shard has split, the blocks of this rank.
+        For a BsrLinear whose values fully_shard has split, these are the blocks of this rank.
 
         Raises:
             TypeError: the module is neither, or an nn.Linear whose weight is sharded.
@@ -82,10 +86,10 @@ class Blocks:
         raise TypeError(f"blocks are scored of a BsrLinear, or of an nn.Linear and a blocksize; got {type(module)}")
 
     def score(self, scores: str | Tensor | Scores) -> Tensor:
-        """(nnz,) float32 of all stored blocks; those of other ranks are all-gathered.
+        """Return scores (nnz,) float32 of all stored blocks; those of other ranks are all-gathered.
 
         Args:
-            scores: "magnitude", "gradient" (see SCORES), a function of Blocks, or the scores themselves (nnz,).
+            scores: "magnitude", "gradient" (see SCORES), a function of Blocks, or a tensor of scores (nnz,).
 
         Raises:
             TypeError, ValueError: `scores` is none of these, or has another shape.
@@ -183,7 +187,7 @@ class _Hooks:
 
 
 class InputNorms(_Hooks):
-    """The norm of every input feature of a model's linear layers, over the tokens that they see; a function of scores.
+    """Record the norm of every input feature of a model's linear layers; a function of scores, that of Wanda.
 
         with InputNorms(model) as norms:
             model(batch)
@@ -192,7 +196,8 @@ class InputNorms(_Hooks):
     A block's score is the sum of |W| times the norm of the input feature that it multiplies.
     Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (Wanda), 2023.
 
-    squares: module -> (K,) float32 sums of squares. In several processes, all_reduce them to prune alike.
+    Attributes:
+        squares: module -> (K,) float32 sums of squares. Multiple processes must all_reduce them to prune alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -206,10 +211,10 @@ class InputNorms(_Hooks):
         self.squares[module] = squares if before is None else before.add_(squares)
 
     def norms(self, module: nn.Module) -> Tensor:
-        """(K,) float32
+        """Return the norms (K,) float32 of a module's input features.
 
         Raises:
-            KeyError: the module saw no input.
+            KeyError: the module has had no input.
         """
         if module not in self.squares:
             raise KeyError(f"{self.names.get(module) or type(module).__name__} has seen no input")
@@ -221,14 +226,14 @@ class InputNorms(_Hooks):
 
 
 class DenseGradients(_Hooks):
-    """Record the factors of a weight's dense gradient, from forward and backward passes inside the `with` block.
+    """Record the factors of a weight's dense gradient, in forward and backward passes inside the `with` block.
 
         with DenseGradients(model) as gradients:
             loss_of(batch).backward()
         change_pattern_(layer, 0.3, grow=gradients.block_norms(layer))
 
-    Keeps each call's x (tokens, K) and dz (tokens, M) until it is cleared or goes away. Hooks run in eager calls: do
-    such a step outside of torch.compile, as RigL asks for one of hundreds.
+    Holds x (tokens, K) and dz (tokens, M) of each call until it is cleared or deleted. Hooks run in eager calls only:
+    do such a step outside of torch.compile, as RigL does every few hundred steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -276,18 +281,19 @@ class DenseGradients(_Hooks):
             return torch.autograd.grad(gate(y.requires_grad_(), activation), y, dy)[0]
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Remove all recorded calls."""
         self.calls.clear()
 
     def block_norms(self, module: nn.Module, blocksize: Sequence[int] | None = None, *, group: Group = None) -> Tensor:
-        """(M / bm, K / bk) float32 Frobenius norms of the blocks of the weight's dense gradient, stored or absent.
+        """Return the norms (M / bm, K / bk) float32 of all blocks, stored or not, of the weight's dense gradient.
 
         Args:
             module: a BsrLinear, or an nn.Linear with a blocksize.
-            group: a torch.distributed process group whose gradients are summed first.
+            blocksize: (bm, bk) for an nn.Linear.
+            group: a torch.distributed process group over which gradients are summed first.
 
         Raises:
-            KeyError: no gradient has come to this module.
+            KeyError: the module has had no gradient.
         """
         if module not in self.calls:
             raise KeyError(f"no gradient has come to {self.names.get(module) or type(module).__name__}")
