@@ -16,6 +16,7 @@ from sparse_collective.nn import BsrLinear, change_pattern_
 
 from . import peers, timing
 from .cases import CUBE, DTYPE
+from .cases_experts import routed_experts
 from .cases_layers import sampled_rows, swiglu
 from .peers import Call
 from .rows import Candidate, Case, Problem
@@ -261,6 +262,7 @@ def changing(
 def model_cases() -> Iterator[Case]:
     """A step with a change takes at most 1.10 of one without."""
     yield swiglu("bf16", 4096, 14336, 8192, 0.05, 14.0)
+    yield routed_experts(4096, 14336, 8192, EIGHTH)
     yield transformer(0.9)
     for graph in (False, True):
         yield changing(1 / 1.10, graph=graph)

@@ -15,6 +15,7 @@ import torch
 from bench import __main__ as command
 from bench import (
     cases,
+    cases_experts,
     cases_float8,
     cases_layers,
     cases_structured,
@@ -268,6 +269,12 @@ def test_rows_of_layers(kind, density):
     row = measured(case)
     share = (density or 1.0) * (0.5 if kind == "2:4" else 1.0)
     assert row.ratio == 0.5 and row.ours.flops == row.rival.flops == 3 * 2 * 256 * 384 * 70 * share
+
+
+def test_rows_of_experts():
+    pytest.importorskip("transformers")
+    row = measured(cases_experts.routed_experts(128, 64, 70, 0.5, experts=4, block=(64, 64), device="cpu"))
+    assert row.ratio == 0.5 and row.ours.flops == row.rival.flops == 3 * 2 * 128 * 64 * 140 * 0.5
 
 
 @pytest.mark.parametrize(
