@@ -310,9 +310,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
 
         In a batch with a pattern per matrix, block row r of matrix l has index l * n_block_rows + r.
         """
-        lengths = self.crow_indices.diff().flatten()
-        rows = torch.arange(len(lengths), dtype=lengths.dtype, device=self.device)
-        return torch.repeat_interleave(rows, lengths, output_size=self.nnz)
+        return self.pattern.rows().to(self.crow_indices.dtype)
 
     @property
     def values(self) -> Tensor:

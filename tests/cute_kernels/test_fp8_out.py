@@ -165,23 +165,3 @@ def test_what_saturates_on_the_emulator():
     with on_emulator("sm_90", sms=2):
         test_what_saturates_and_what_is_nan("cpu")
         test_bias_outside_of_the_result_is_not_in_amax("cpu")
-
-
-# -- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_in_a_graph():
-    a, b = operands(256, 512, 384, device="cuda")
-    scale = torch.ones(1, device="cuda")
-    out = gemm(a, b, out_dtype=E4M3, scale_out=scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, amax = gemm(a, b, out=out, scale_out=scale, return_amax=True)
-    for factor in (1.0, 0.25):
-        a.copy_(numbers(256, 384, device="cuda"))
-        scale.fill_(factor)
-        graph.replay()
-        exact = a.double() @ b.double()
-        assert_within(out, exact, 0.1, factor)
-        assert abs(amax.item() - exact.abs().max().item()) < 0.1

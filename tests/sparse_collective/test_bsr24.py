@@ -306,24 +306,3 @@ def test_metadata_of_another_block_are_seen_on_the_emulator():
             emulate.emulated(facts)(*pattern, V.values, x, d, 1.0, 1.0, *facts.counts(1, 4))
             seen.append((d - x.float() @ V.to_dense().float().t()).abs().max().item())
     assert seen[0] < 1 < seen[1]
-
-
-# -- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_values_and_metadata_change_in_a_graph():
-    V = holes(random_bsr((512, 768), (128, 128), density=0.4, device="cuda")).prune_2_4()
-    V.check_indices()
-    x, out = operand(bsr_linear, V, 256), poisoned(256, V.shape[0], device="cuda")
-    bsr_linear(x, V, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bsr_linear(x, V, out=out)
-    for _ in range(2):
-        other = V.to_bsr().with_values(normal(*V.to_bsr().values.shape, device="cuda")).prune_2_4()
-        V.values.copy_(other.values)
-        V.metadata.copy_(other.metadata)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, bsr_linear(x, V))
