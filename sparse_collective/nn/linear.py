@@ -43,7 +43,7 @@ class BsrLinear(BsrModule):
 
     DistributedDataParallel broadcasts buffers, so it writes the indices in each forward, and tables of the pattern are
     built again; pass forward_sync_buffers=False. If torch does not have it, pass broadcast_buffers=False and start all
-    processes with the same pattern: use the same seed, or load one state.
+    processes with the same pattern: use the same seed, or load one state. fully_shard takes the layer as it is.
 
     Raises:
         TypeError: the dtype is not supported.
