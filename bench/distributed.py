@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from . import record
 
-MODULES = ["bench.cases_distributed"]  # rows of layers; a suite of attention adds its module here
+MODULES = ["bench.cases_distributed", "bench.cases_distributed_attention"]
 SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host queues a call, as a deep model does
 WARM_S = 1.0
 COLLECTIVE_S = 120

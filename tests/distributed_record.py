@@ -18,7 +18,11 @@ from bench.record import RESULTS, save
 from .ranks import Ranks
 
 # Modules with a list CHECKS of functions check(device). A part that adds checks adds its module here.
-MODULES = ["tests.sparse_collective.distributed_checks", "tests.sparse_collective.fsdp_checks"]
+MODULES = [
+    "tests.attention.distributed_checks",
+    "tests.sparse_collective.distributed_checks",
+    "tests.sparse_collective.fsdp_checks",
+]
 
 
 def checks(only: str) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["And", "Band", "Dilated", "Elements", "GlobalTokens", "InBlocks", "MaskMod", "Or", "RowRange"]
+__all__ = ["And", "AtPositions", "Band", "Dilated", "Elements", "GlobalTokens", "InBlocks", "MaskMod", "Or", "RowRange"]
 __all__ += ["SameDocument", "Sliced"]
 
 FAR = 2**30  # columns; the largest distance of two positions is smaller (block_lists.MOST)
@@ -185,6 +185,29 @@ class Sliced:
         if self.rows is not None:
             q = self.rows[q // self.block_q] * self.block_q + q % self.block_q
         return self.mask_mod(b, h, q, kv)
+
+
+@dataclass(frozen=True, eq=False)
+class AtPositions:
+    """A mask_mod for rows and columns that are tiles of a longer sequence: it is called with the positions there.
+
+    q_tiles, k_tiles: int32 numbers of the tiles, of `tile` rows or columns, in the whole sequence.
+    length: that of the whole sequence if some tiles extend past it; these positions are masked. None: no tile does.
+    """
+
+    mask_mod: MaskMod
+    q_tiles: Tensor
+    k_tiles: Tensor
+    tile: int
+    length: int | None
+
+    def __call__(self, b, h, q, kv):
+        q = self.q_tiles[q // self.tile] * self.tile + q % self.tile
+        kv = self.k_tiles[kv // self.tile] * self.tile + kv % self.tile
+        if self.length is None:
+            return self.mask_mod(b, h, q, kv)
+        inside, last = (q < self.length) & (kv < self.length), self.length - 1
+        return inside & self.mask_mod(b, h, q.clamp(max=last), kv.clamp(max=last))
 
 
 def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:

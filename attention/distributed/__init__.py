@@ -1,0 +1,14 @@
+"""Context parallelism: attention whose q, k and v are sharded over the sequence, one shard for each process.
+
+    plan = plan_context_parallel(patterns.causal((S, S)), mesh)      # once per mask
+    q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))              # or tokens: plan.shard(ids, dim=-1)
+    out = context_parallel_attention(q, k, v, plan)
+
+deal.py decides which process has which tokens, plan.py which keys and values move where, exchange.py moves them, and
+ops.py is the attention, with its gradients.
+"""
+
+from .ops import context_parallel_attention
+from .plan import ContextParallelPlan, plan_context_parallel
+
+__all__ = ["ContextParallelPlan", "context_parallel_attention", "plan_context_parallel"]

@@ -1,0 +1,160 @@
+"""context_parallel_attention: attention of one process's queries, with the keys and values of all that they see."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.transforms import differentiable_once
+
+from ..masks.score_mod import bound
+from ..ops import block_sparse_attention
+from ..shards import attention_backward
+from .exchange import gathered, reduced
+from .plan import ContextParallelPlan
+
+OP = "context_parallel_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreAtPositions:
+    """A score_mod for rows and columns that are tiles of a longer sequence: it is called with the positions there.
+
+    q_tiles, k_tiles: int32 numbers of the tiles, of `tile` rows or columns, in the whole sequence of `length`.
+    """
+
+    score_mod: Callable
+    q_tiles: Tensor
+    k_tiles: Tensor
+    tile: int
+    length: int
+
+    def __call__(self, score, b, h, q, kv):
+        q = self.q_tiles[q // self.tile] * self.tile + q % self.tile
+        kv = self.k_tiles[kv // self.tile] * self.tile + kv % self.tile
+        last = self.length - 1
+        return self.score_mod(score, b, h, q.clamp(max=last), kv.clamp(max=last))
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of context_parallel_attention besides return_lse."""
+
+    softcap: float | None
+    scale: float | None
+    deterministic: bool | None
+    score_mod: Callable | None
+    keep_kv: bool
+    reduce_dtype: torch.dtype
+
+
+class _ContextParallel(torch.autograd.Function):
+    """(out, lse) of a process's queries, differentiable once in q, k and v."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
+        k_buffer, v_buffer = gathered(k, plan), gathered(v, plan)
+        out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
+        kept = (k_buffer, v_buffer) if keep else (k, v)
+        ctx.save_for_backward(q, *kept, out, lse)
+        ctx.plan, ctx.options, ctx.keep, ctx.dtypes = plan, options, keep, (k.dtype, v.dtype)
+        ctx.grad_dtype = torch.promote_types(q.dtype, reduce_dtype)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        plan = ctx.plan
+        if not ctx.keep:
+            k, v = gathered(k, plan), gathered(v, plan)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
+        dq, dk, dv = attention_backward(
+            dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, **ctx.options
+        )
+        dk, dv = (reduced(t, plan, dtype) for t, dtype in zip((dk, dv), ctx.dtypes, strict=True))
+        return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextParallelPlan,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextParallelPlan, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextParallelPlan, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextParallelPlan,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    score_mod: Callable | None = None,
+    keep_kv: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that several processes share: of this process's queries over all keys that they see.
+
+    Each process calls it with its shards, as plan.shard makes them. Keys and values move as far as the plan's mask
+    needs them, once per forward pass, and their gradients back.
+
+    Args:
+        q: (B, H, L, D) bfloat16 or float16, L = plan.local_length: the queries of this process.
+        k, v: (B, Hkv, L, D) and (B, Hkv, L, Dv): the keys and values of the same tokens.
+        plan: see plan_context_parallel. Masks are part of it: causal, windows, packed sequences.
+        softcap, scale, return_lse, deterministic: see attention.
+        score_mod: see attention; it gets positions in the whole sequence. Tensors that it captures get no gradients.
+        reduce_dtype: dtype in which the processes' parts of the gradients of k and v move; they are added in float32.
+            q's dtype moves half the bytes, and rounds each part.
+        keep_kv: True to keep the keys and values of other processes for backward, False to move them again.
+
+    Returns:
+        (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.
+
+    Differentiable once in q, k and v. All processes must call it, and its backward, in the same order.
+
+    Raises:
+        TypeError, ValueError: see block_sparse_attention; or L is not that of the plan.
+        RuntimeError: a tensor that score_mod captures requires a gradient.
+
+    Example:
+        >>> plan = plan_context_parallel(mesh=mesh, length=65536, causal=True)
+        >>> q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))
+        >>> out = context_parallel_attention(q, k, v, plan)
+    """
+    if not isinstance(plan, ContextParallelPlan):
+        raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor) or t.dim() != 4 or t.shape[2] != plan.local_length:
+            got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+            raise ValueError(
+                f"{OP}: {name} must be (B, H, {plan.local_length}, D), the shard of this process; got {got}; "
+                "plan.shard(x, dim=2) makes it"
+            )
+    if score_mod is not None:
+        if bound(score_mod, q.device).wants_gradients:
+            raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
+        tiles = plan.tiles[plan.rank].int(), plan.buffer.int()
+        score_mod = ScoreAtPositions(score_mod, *tiles, plan.tile, plan.length)
+    options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
+    out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,297 @@
+"""Plans of context-parallel attention: which tokens each process has, and which keys and values it fetches from whom.
+
+    query tiles of process 1, and the tiles of K and V that they need:
+
+        process        0           1           2
+        tiles      0  1 10 11  2  3  8  9  4  5  6  7        dealt head and tail
+        needed     x  x  .  .  x  x  x  x  x  x  x  x        by tiles 2, 3, 8 and 9 of a causal mask
+        buffer     2  3  8  9 | 0  1 | 4  5  6  7            its own, then what others send; 10 and 11 do not move
+
+The buffer holds whole tiles. The mask of a process has the blocks of its query tiles as rows
+and those of the buffer as columns; its mask_mod gets positions in the whole sequence (AtPositions).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import cache, patterns
+from ..masks.block_mask import BlockMask
+from ..masks.mask_mods import AtPositions, Band
+from . import deal as dealing
+
+OP = "plan_context_parallel"
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelPlan:
+    """The part of one process in context-parallel attention; made by plan_context_parallel.
+
+    Attributes:
+        length: tokens of the whole sequence, S.
+        tile: tokens of a tile.
+        tiles: int64 (processes, tiles of one): the tiles of each process. Those from ceil(S / tile) on are empty.
+        rank, size: this process, and how many there are.
+        deal: how the tiles were dealt, see deal.py.
+        own: int64 (tiles,) on the mask's device: this process's tiles that its mask needs, by their place in its shard.
+        sends: int64 (tiles,): for each other process in turn, this process's tiles that go there, by their place.
+        send_counts, receive_counts: how many tiles go to, and come from, each process, 0 for this one.
+        buffer: int64 (tiles,): numbers in the whole sequence of the tiles in the buffer, first this process's own.
+        mask: the BlockMask of this process's queries over the buffer.
+        group: the process group, or None for a plan of a process that does not exist (see `plans`).
+    """
+
+    length: int
+    tile: int
+    tiles: Tensor
+    rank: int
+    size: int
+    deal: str
+    own: Tensor
+    sends: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    buffer: Tensor
+    mask: BlockMask
+    group: Any = None
+
+    @property
+    def local_length(self) -> int:
+        """Rows of q, k and v of this process, the same for all processes: whole tiles, the last ones maybe empty."""
+        return self.tiles.shape[1] * self.tile
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of this process's tokens in the whole sequence, int64 (local_length,), for rotary embeddings.
+
+        Those from `length` on belong to padding.
+        """
+        return _tokens(self.tiles[self.rank], self.tile)
+
+    def shard(self, x: Tensor, dim: int, *, value: float = 0) -> Tensor:
+        """This process's part of a tensor of the whole sequence: its tokens along `dim`, padding filled with `value`.
+
+        Example:
+            >>> ids, labels = plan.shard(ids, 1), plan.shard(labels, 1, value=-100)
+        """
+        if x.shape[dim] != self.length:
+            raise ValueError(f"shard: dimension {dim} must have {self.length} tokens, got shape {tuple(x.shape)}")
+        positions = self.positions.to(x.device)
+        if self.length == 0:
+            return x.new_full((*x.shape[:dim], len(positions), *x.shape[dim:][1:]), value)
+        part = x.index_select(dim, positions.clamp(max=self.length - 1))
+        if self.tiles.numel() * self.tile == self.length:
+            return part
+        past = (positions >= self.length).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+        return part.masked_fill(past, value)
+
+    def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The tensor of the whole sequence from the parts of all processes, in their order (all_gather's output)."""
+        if len(parts) != self.size:
+            raise ValueError(f"unshard: parts must be those of {self.size} processes, got {len(parts)}")
+        order = _tokens(self.tiles.flatten(), self.tile).argsort()[: self.length]
+        return torch.cat([*parts], dim).index_select(dim, order.to(parts[0].device))
+
+    def moved_tiles(self) -> int:
+        """Tiles of K and V that this process receives from others. All of them are needed by its mask."""
+        return sum(self.receive_counts)
+
+    def moved_bytes(self, k: Tensor, v: Tensor) -> int:
+        """Bytes of K and V that this process receives in a forward pass, of shards k and v."""
+        return sum(t.element_size() * t.numel() // max(t.shape[2], 1) for t in (k, v)) * self.tile * self.moved_tiles()
+
+    def __repr__(self) -> str:
+        blocks = f"{self.moved_tiles()} of {len(self.buffer)} tiles of K and V from others"
+        return (
+            f"ContextParallelPlan(rank {self.rank} of {self.size}, {self.length} tokens in tiles of {self.tile}, "
+            f"{self.deal}, {self.local_length} here, {blocks})"
+        )
+
+
+def plan_context_parallel(
+    mask=None,
+    mesh=None,
+    *,
+    length: int | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] | None = None,
+    cu_seqlens: Tensor | None = None,
+    deal: str = "auto",
+    check: bool = True,
+    device: torch.device | str | None = None,
+) -> ContextParallelPlan:
+    """Plan attention over a sequence that the processes of a mesh share. Make a plan once per mask, and use it in all
+    layers and steps.
+
+    Args:
+        mask: a BlockMask or FlexAttention's, with as many queries as keys, for all heads or per head; or None, and the
+            mask of the arguments below.
+        mesh: a DeviceMesh of one dimension; all its processes call this with the same mask.
+        length: tokens of the whole sequence, S, if mask is None.
+        causal, window_size: see attention.
+        cu_seqlens: (B + 1,) int32, for packed sequences: tokens attend to their own sequence only.
+        deal: which tokens each process has: "contiguous", "head_tail" or "longest_first", see deal.py; or "auto", the
+            one of these whose slowest process is expected to take least time.
+        check: True to compare the processes' masks, by a hash of the lists, which all of them exchange once. Functions
+            are compared by name, and the tensors they capture not at all.
+        device: that of the plan if neither mask nor cu_seqlens is given; by default the mesh's.
+
+    Synchronizes once, to read how many tiles move (and which deal is best).
+
+    Raises:
+        TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys.
+        RuntimeError: the processes' masks differ.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4,))
+        >>> plan = plan_context_parallel(mesh=mesh, length=65536, causal=True)
+        >>> q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))
+        >>> out = context_parallel_attention(q, k, v, plan)
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise TypeError(f"{OP}: mesh must be a DeviceMesh of one dimension, such as mesh['cp'], got {mesh!r}")
+    group = mesh.get_group()
+    if mask is None:
+        device = mesh.device_type if device is None else device
+        mask = _mask_of(length, causal, window_size, cu_seqlens, device)
+    elif length is not None or causal or window_size is not None or cu_seqlens is not None:
+        raise TypeError(
+            f"{OP}: pass a mask, or length with causal, window_size and cu_seqlens; for both intersect two masks with &"
+        )
+    mask = _block_mask(mask)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if check:
+        _check_equal(mask, deal, group)
+    return _planned(mask, size, deal, (rank,), group)[0]
+
+
+def plans(mask, size: int, deal: str = "auto") -> list[ContextParallelPlan]:
+    """The plans of `size` processes, without any: to simulate them on one device.
+
+    Example:
+        >>> parts = [attend(plan) for plan in plans(mask, 4)]        # see tests/attention/distributed
+    """
+    return _planned(_block_mask(mask), size, deal, range(size), None)
+
+
+def _planned(mask: BlockMask, size: int, deal: str, ranks, group) -> list[ContextParallelPlan]:
+    length, columns = mask.lengths
+    if length != columns:
+        raise ValueError(f"{OP}: the mask must have as many queries as keys, got lengths {mask.lengths}")
+    if deal not in ("auto", *dealing.DEALS):
+        raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
+    tile = max(mask.blocksize)
+    count = -(-length // tile)
+    tables = mask.tables()
+    blocks = _by_tile(tables[0] | tables[1], mask, count)
+    listed, work = blocks.any(0), blocks.sum((0, 2), dtype=torch.int64)
+    if deal == "auto":
+        tried = [dealing.dealt(work / len(blocks), size, each) for each in dealing.DEALS]
+        costs = torch.stack([dealing.cost(work / len(blocks), listed, tiles) for tiles in tried]).tolist()
+        # The first within 2 % of the best moves less than the others.
+        chosen = next(i for i, each in enumerate(costs) if each <= 1.02 * min(costs))
+        deal, tiles = dealing.DEALS[chosen], tried[chosen]
+    else:
+        tiles = dealing.dealt(work, size, deal)
+    need = dealing.needed(listed, tiles)[:, tiles.flatten()].view(size, size, -1)  # by process, source and place
+    on_host = need.cpu()
+    own = on_host.diagonal().T.clone()  # (process, place)
+    on_host.diagonal().zero_()
+    counts = on_host.sum(2).tolist()
+    made = []
+    for rank in ranks:
+        kept = own[rank].nonzero()[:, 0].to(mask.device)
+        sends = on_host[:, rank].nonzero()[:, 1].to(mask.device)  # by receiver, ascending
+        source, place = on_host[rank].nonzero().T.to(mask.device)
+        buffer = torch.cat([tiles[rank, kept], tiles[source, place]])
+        local = _local_mask(mask, tables, tile, tiles[rank], buffer, tiles.numel() * tile != length)
+        moves = kept, sends, [row[rank] for row in counts], counts[rank], buffer
+        made.append(ContextParallelPlan(length, tile, tiles, rank, size, deal, *moves, local, group))
+    return made
+
+
+def _by_tile(listed: Tensor, mask: BlockMask, count: int) -> Tensor:
+    """Blocks (B, H, Mq, Mk) as tiles (B * H, count, count): True if a block of the tile is listed."""
+    tile = max(mask.blocksize)
+    per_q, per_k = (tile // side for side in mask.blocksize)
+    rows, columns = listed.shape[2:]
+    padded = torch.nn.functional.pad(listed, (0, count * per_k - columns, 0, count * per_q - rows))
+    return padded.flatten(0, 1).unflatten(2, (count, per_k)).unflatten(1, (count, per_q)).any(-1).any(2)
+
+
+def _local_mask(mask: BlockMask, tables, tile: int, rows: Tensor, columns: Tensor, ragged: bool) -> BlockMask:
+    """The mask of query tiles `rows` over the tiles `columns` of K and V; ragged: some may have padding."""
+    block_q, block_k = mask.blocksize
+    per_q, per_k = tile // block_q, tile // block_k
+    q, k = _blocks(rows, per_q), _blocks(columns, per_k)
+    parts = []
+    for table in tables:
+        part = table.index_select(2, q.clamp(max=max(mask.n_block_rows - 1, 0))) if mask.n_block_rows else table
+        part = part.index_select(3, k.clamp(max=max(mask.n_block_cols - 1, 0)))
+        parts.append(part & (q < mask.n_block_rows)[:, None] & (k < mask.n_block_cols))
+    partial, full = parts
+    if ragged:  # rows past the last one see nothing
+        cut = ((q + 1) * block_q > mask.lengths[0])[:, None]
+        partial, full = partial | (full & cut), full & ~cut
+    mask_mod = mask.mask_mod
+    if mask_mod is not None or ragged:
+        mask_mod = AtPositions(
+            mask_mod or Band(None, None), rows.int(), columns.int(), tile, mask.lengths[0] if ragged else None
+        )
+    lengths = len(rows) * tile, len(columns) * tile
+    return BlockMask._of_tables(partial, full, lengths, mask.blocksize, mask_mod)
+
+
+def _blocks(tiles: Tensor, each: int) -> Tensor:
+    """The blocks of tiles, of which each has so many."""
+    return (tiles[:, None] * each + torch.arange(each, device=tiles.device)).flatten()
+
+
+def _tokens(tiles: Tensor, tile: int) -> Tensor:
+    return _blocks(tiles, tile)
+
+
+def _mask_of(length, causal, window_size, cu_seqlens, device) -> BlockMask:
+    """The mask of the arguments of these names."""
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise TypeError(f"{OP}: without a mask, length must be the number of tokens, got {length!r}")
+    lengths = length, length
+    if cu_seqlens is not None:
+        return patterns.packed_documents(cu_seqlens, lengths=lengths, window_size=window_size, causal=causal)
+    window = (None, None) if window_size is None else window_size
+    return patterns.sliding_window(lengths, window, causal=causal, device=device)
+
+
+def _block_mask(mask) -> BlockMask:
+    if isinstance(mask, cache.FlexBlockMask):
+        return cache.of_flex(mask)
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"{OP}: mask must be a BlockMask or FlexAttention's, got {type(mask).__name__}")
+    return mask
+
+
+def _check_equal(mask: BlockMask, deal: str, group) -> None:
+    """Raise a RuntimeError on all processes if their masks differ."""
+    import torch.distributed as dist
+
+    name = getattr(mask.mask_mod, "__qualname__", type(mask.mask_mod).__qualname__)
+    facts = repr((mask.lengths, mask.blocksize, mask.batch, mask.heads, deal, name)).encode()
+    digest = hashlib.sha256(facts)
+    for table in mask.tables():
+        digest.update(table.cpu().numpy().tobytes())
+    mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64)
+    mine = mine.to(mask.device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    values = torch.cat(found).tolist()
+    if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+        raise RuntimeError(
+            f"{OP}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
+        )

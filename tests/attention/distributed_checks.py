@@ -1,0 +1,164 @@
+"""Checks of context-parallel attention, which run in several processes at once (tests/ranks.py)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from attention import block_sparse_attention, patterns
+from attention.distributed import context_parallel_attention, plan_context_parallel
+
+LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
+CU = (0, 70, 300, 301, 640, 880)
+
+
+def mesh_of(device):
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def documents(device):
+    return torch.tensor(CU, dtype=torch.int32, device=device)
+
+
+def masks(device):
+    """(mask, arguments of plan_context_parallel) of each kind."""
+    lengths = (LENGTH, LENGTH)
+    causal, window = patterns.causal(lengths, device=device), patterns.sliding_window(lengths, (200, 0), device=device)
+    torch.manual_seed(1)
+    listed = torch.rand(4, 8, 8, device="cpu") < 0.4
+    per_head = patterns.BlockMask.from_blocks(listed.to(device), lengths=lengths, causal=True)
+    packed = patterns.packed_documents(documents(device), lengths=lengths, causal=True)
+    yield causal, {"length": LENGTH, "causal": True}
+    yield window, {"length": LENGTH, "causal": True, "window_size": (200, None)}
+    yield packed, {"length": LENGTH, "causal": True, "cu_seqlens": documents(device)}
+    yield per_head, {"mask": per_head}
+    yield causal, {"mask": causal.to_flex(), "deal": "longest_first"}
+    yield causal, {"mask": causal, "deal": "contiguous"}
+
+
+def qkv(device):
+    """The same in each process: 4 heads of q, 2 of k and v."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = (2, 4, LENGTH, 64), (2, 2, LENGTH, 64), (2, 2, LENGTH, 64), (2, 4, LENGTH, 64)
+    return [torch.randn(shape, device="cpu").to(device, dtype) for shape in shapes]
+
+
+def truth(q, k, v, dout, mask, score_mod=None):
+    """out, dq, dk and dv in float64, computed on the CPU by one process."""
+    q, k, v, dout = (t.detach().cpu().double() for t in (q, k, v, dout))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = block_sparse_attention(*leaves, mask.to("cpu"), score_mod=score_mod)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def compare(found, wanted, what):
+    """Errors are those of the dtype."""
+    names = "out", "dq", "dk", "dv"
+    for name, a, b in zip(names, found, wanted, strict=True):
+        assert not a.isnan().any(), f"{what}: {name} has NaN"
+        bound = 2e-2 if a.dtype is torch.bfloat16 else 1e-4
+        error = (a.double().cpu() - b).norm() / b.norm()
+        assert error < bound, f"{what}: {name} errs by {error:.2e}"
+
+
+def whole(plan, parts):
+    """The tensors of the whole sequence, of those of this process."""
+    found = []
+    for part in parts:
+        each = [torch.empty_like(part.contiguous()) for _ in range(plan.size)]
+        dist.all_gather(each, part.contiguous())
+        found.append(plan.unshard(each, 2))
+    return found
+
+
+def attend(plan, q, k, v, dout, **options):
+    """out, dq, dk and dv of this process."""
+    leaves = [plan.shard(t, 2).requires_grad_() for t in (q, k, v)]
+    out = context_parallel_attention(*leaves, plan, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))
+
+
+def one_process_and_many(device):
+    """Outputs and gradients are those of one process, for each mask; bitwise the same in a second run."""
+    *tensors, dout = qkv(device)
+    for number, (mask, arguments) in enumerate(masks(device)):
+        plan = plan_context_parallel(mesh=mesh_of(device), **arguments)
+        found = attend(plan, *tensors, dout, deterministic=True)
+        compare(whole(plan, found), truth(*tensors, dout, mask), f"mask {number}")
+        for a, b in zip(found, attend(plan, *tensors, dout, deterministic=True, keep_kv=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def score_functions(device):
+    """They get positions in the whole sequence."""
+    *tensors, dout = qkv(device)
+    mask = patterns.causal((LENGTH, LENGTH), device=device)
+    plan = plan_context_parallel(mask, mesh_of(device))
+
+    def score_mod(score, b, h, q, kv):
+        return score - 0.01 * (h + 1) * (q - kv)
+
+    found = attend(plan, *tensors, dout, score_mod=score_mod)
+    compare(whole(plan, found), truth(*tensors, dout, mask, score_mod), "score_mod")
+    slopes = torch.ones(4, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="get no gradients here"):
+        attend(plan, *tensors, dout, score_mod=lambda score, b, h, q, kv: score - slopes[h] * (q - kv))
+
+
+def checkpointing_and_compile(device):
+    """Activation checkpointing and torch.compile change nothing."""
+    *tensors, dout = qkv(device)
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    wanted = attend(plan, *tensors, dout, deterministic=True)
+
+    def attended(q, k, v):
+        return context_parallel_attention(q, k, v, plan, deterministic=True)
+
+    for call in (
+        lambda *t: checkpoint(attended, *t, use_reentrant=False),
+        torch.compile(attended, backend="aot_eager"),
+    ):
+        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+        out = call(*leaves)
+        found = out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def different_masks_are_refused(device):
+    """By all processes."""
+    length = 256 if dist.get_rank() else 384
+    with pytest.raises(RuntimeError, match="differ from that of process 0"):
+        plan_context_parallel(mesh=mesh_of(device), length=length, causal=True)
+    mask = patterns.causal((LENGTH, LENGTH), device=device)
+    blocks = (mask.tables()[0] | mask.tables()[1])[0, 0]
+    blocks[-1, 0] ^= dist.get_rank() == 1
+    with pytest.raises(RuntimeError, match="differ from that of process 0"):
+        plan_context_parallel(patterns.BlockMask.from_blocks(blocks, lengths=(LENGTH, LENGTH)), mesh_of(device))
+
+
+def errors(device):
+    mesh = mesh_of(device)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh of one dimension"):
+        plan_context_parallel(length=8, causal=True)
+    with pytest.raises(TypeError, match="length must be the number of tokens"):
+        plan_context_parallel(mesh=mesh, causal=True)
+    with pytest.raises(TypeError, match="pass a mask, or length"):
+        plan_context_parallel(patterns.causal((256, 256), device=device), mesh, causal=True)
+    plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True)
+    *tensors, _ = qkv(device)
+    with pytest.raises(ValueError, match="the shard of this process; got"):
+        context_parallel_attention(*tensors, plan)
+    with pytest.raises(TypeError, match="plan must be what"):
+        context_parallel_attention(*tensors, mesh)
+
+
+CHECKS = [
+    one_process_and_many,
+    score_functions,
+    checkpointing_and_compile,
+    different_masks_are_refused,
+    errors,
+]

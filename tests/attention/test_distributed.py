@@ -1,0 +1,171 @@
+"""Context-parallel attention: in 2 and 4 processes with gloo, and with the processes simulated on one device."""
+
+import functools
+
+import pytest
+import torch
+
+from attention import attention, block_sparse_attention, create_block_mask, patterns
+from attention.distributed import deal as dealing
+from attention.distributed.ops import ScoreAtPositions
+from attention.distributed.plan import plans
+
+from ..ranks import Ranks
+from . import distributed_checks
+
+LENGTH = 1000  # of 8 tiles, the last one ragged
+
+
+def per_head(blocks=(128, 128), length=1024):
+    torch.manual_seed(0)
+    rows, columns = (length // side for side in blocks)
+    listed = torch.rand(2, rows, columns) < 0.3
+    return patterns.BlockMask.from_blocks(listed, blocks, lengths=(length, length), causal=True)
+
+
+def documents(length):
+    cu = torch.tensor([0, 70, 300, 301, 640, 980], dtype=torch.int32)
+    return patterns.packed_documents(cu, lengths=(length, length), causal=True)
+
+
+def heavy_ends():
+    """The first and the last quarter of the rows have 60 blocks, the others 4."""
+    blocks = torch.arange(64) < torch.tensor([60, 4, 4, 60]).repeat_interleave(16)[:, None]
+    return patterns.BlockMask.from_blocks(blocks)
+
+
+MASKS = {
+    "causal": lambda: patterns.causal((LENGTH, LENGTH)),
+    "causal, whole tiles": lambda: patterns.causal((1024, 1024)),
+    "full": lambda: patterns.sliding_window((LENGTH, LENGTH), (None, None)),
+    "window": lambda: patterns.sliding_window((1024, 1024), (200, 0), global_columns=10),
+    "documents": lambda: documents(LENGTH),
+    "per head": per_head,
+    "per head, small blocks": lambda: per_head((64, 64)),
+    "tall blocks": lambda: per_head((128, 64)),
+    "wide blocks": lambda: per_head((64, 128)),
+    "function": lambda: create_block_mask(lambda b, h, q, kv: (q // 90 == kv // 90) | (kv < h * 5), 1, 2, 700, 700),
+    "one tile": lambda: patterns.causal((5, 5)),
+    "nothing": lambda: patterns.BlockMask.from_blocks(torch.zeros(8, 8, dtype=torch.bool)),
+}
+
+
+def qkv(length, seed=0):
+    torch.manual_seed(seed)
+    make = functools.partial(torch.randn, dtype=torch.float64)
+    return make(1, 2, length, 64), make(1, 1, length, 64), make(1, 1, length, 64)
+
+
+def simulated(mask, q, k, v, size, deal, score_mod=None):
+    """Attention of `size` processes, of tensors that hold all tokens; with gradients."""
+    made = plans(mask, size, deal)
+    parts = []
+    for plan in made:
+        columns = (plan.buffer[:, None] * plan.tile + torch.arange(plan.tile)).flatten()
+        past = columns >= plan.length
+        kb, vb = (t[:, :, columns.clamp(max=plan.length - 1)].masked_fill(past[:, None], 0) for t in (k, v))
+        score = score_mod and ScoreAtPositions(
+            score_mod, plan.tiles[plan.rank].int(), plan.buffer.int(), plan.tile, plan.length
+        )
+        parts.append(block_sparse_attention(plan.shard(q, 2), kb, vb, plan.mask, score_mod=score))
+    return made[0].unshard(parts, 2)
+
+
+@pytest.mark.parametrize("deal", ["auto", *dealing.DEALS])
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", MASKS)
+def test_shards_are_the_whole(name, size, deal):
+    mask = MASKS[name]()
+    tensors = [t.requires_grad_() for t in qkv(mask.lengths[0])]
+    whole, parts = block_sparse_attention(*tensors, mask), simulated(mask, *tensors, size, deal)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(whole)
+    wanted, found = (torch.autograd.grad(out, tensors, dout) for out in (whole, parts))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_score_functions_see_positions():
+    mask = documents(LENGTH)
+    tensors = qkv(LENGTH)
+
+    def score_mod(score, b, h, q, kv):
+        return score - 0.01 * (h + 1) * (q - kv)
+
+    whole = block_sparse_attention(*tensors, mask, score_mod=score_mod)
+    torch.testing.assert_close(simulated(mask, *tensors, 3, "auto", score_mod), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("deal", dealing.DEALS)
+@pytest.mark.parametrize("length", [0, 1, 128, 1000, 4096])
+def test_each_token_has_one_process(length, deal, size):
+    plan = plans(patterns.causal((length, length)), size, deal)[0]
+    count = -(-length // 128)
+    assert sorted(plan.tiles.flatten().tolist()) == list(range(dealing.padded(count, size, deal)))
+    assert all((tiles.diff() > 0).all() for tiles in plan.tiles)
+    x = torch.arange(length).view(1, length)
+    shards = [p.shard(x, 1, value=-1) for p in plans(patterns.causal((length, length)), size, deal)]
+    assert len({t.shape for t in shards}) == 1 and sum(int((t == -1).sum()) for t in shards) == (
+        dealing.padded(count, size, deal) * 128 - length
+    )
+    torch.testing.assert_close(plan.unshard(shards, 1), x)
+
+
+@pytest.mark.parametrize(
+    ("mask", "deal"),
+    [
+        (patterns.causal((8192, 8192)), "head_tail"),
+        (patterns.sliding_window((8192, 8192), (256, 0)), "contiguous"),
+        (patterns.sliding_window((8192, 8192), (None, None)), "contiguous"),
+        (heavy_ends(), "longest_first"),
+    ],
+    ids=["causal", "window", "full", "heavy ends"],
+)
+def test_the_deal_that_is_chosen(mask, deal):
+    made = plans(mask, 4)
+    assert {plan.deal for plan in made} == {deal}
+    work = [int((plan.mask.kv_num_blocks + plan.mask.full_kv_num_blocks).sum()) for plan in made]
+    assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+def test_only_needed_tiles_move():
+    """A process with 16 tiles in a row needs two tiles of the one before it, if the window has 256 tokens."""
+    made = plans(patterns.sliding_window((8192, 8192), (255, 0)), 4, "contiguous")
+    assert [plan.moved_tiles() for plan in made] == [0, 2, 2, 2]
+    k = torch.empty(1, 2, made[0].local_length, 64, dtype=torch.bfloat16)
+    assert made[1].moved_bytes(k, k) == 2 * 2 * 128 * 2 * 64 * 2
+    for plan in made:  # each column of the buffer has a block
+        assert (plan.mask.tables()[0] | plan.mask.tables()[1]).any(2).all()
+
+
+def test_dense_attention_agrees():
+    q, k, v = qkv(LENGTH)
+    torch.testing.assert_close(
+        simulated(MASKS["causal"](), q, k, v, 4, "auto"), attention(q, k, v, causal=True), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        plans(patterns.causal((128, 256)), 2)
+    with pytest.raises(ValueError, match="deal must be 'auto' or one of 'contiguous'"):
+        plans(patterns.causal((128, 128)), 2, "zigzag")
+    with pytest.raises(TypeError, match="mask must be a BlockMask"):
+        plans(torch.ones(2, 2, dtype=torch.bool), 2)
+    plan = plans(patterns.causal((256, 256)), 2)[0]
+    with pytest.raises(ValueError, match="dimension 1 must have 256 tokens"):
+        plan.shard(torch.zeros(1, 100), 1)
+    with pytest.raises(ValueError, match="parts must be those of 2 processes"):
+        plan.unshard([torch.zeros(1, 128)], 1)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request):
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in distributed_checks.CHECKS])
+def test_against_one_process(ranks, check):
+    ranks.run(f"{distributed_checks.__name__}:{check}")
