@@ -35,37 +35,42 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, with its arguments, shapes and meaning.
+    """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with its arguments and shapes.
 
     Args:
-        query: (..., H, L, E) bfloat16 or float16, with any dimensions before, or (L, E). On the CPU also float32 and
+        query: (..., H, L, E) bfloat16 or float16, with any leading dimensions, or (L, E). On the CPU also float32 and
             float64.
-        key, value: (..., Hkv, S, E) and (..., Hkv, S, Ev). Dimensions before L and S broadcast as torch's do.
-        attn_mask: 2 dimensions or more that broadcast to (..., H, L, S).
-            bool: True where a score takes part. Blocks of 128 x 128 in which nothing takes part are not computed.
-            Which these are is found on the GPU, without waiting for it, and kept with the tensor as long as it lives
-            and is not written to: so pass the same object to all layers.
-            float32, bfloat16 or float16: added to the scaled scores in float32; it may hold -inf. It gets a gradient if
-            it requires one. Every score is computed, so for a mask of 0 and -inf alone `attn_mask == 0` is faster.
-            float64 with a float64 query, except under torch.compile.
-        dropout_p: must be 0.0; the kernels have no dropout.
-        is_causal: row i sees columns up to i, counted from the first row and column. (The `causal` of `attention` is
-            aligned to the last ones; they differ where L and S do.) Not together with attn_mask.
-        scale: above 0; 1 / sqrt(E) by default.
-        enable_gqa: H may be a multiple of Hkv, and head h of query uses head h // (H / Hkv). Without it the numbers of
-            heads must be equal, or 1.
+        key, value: (..., Hkv, S, E) and (..., Hkv, S, Ev). Leading dimensions broadcast as in torch.
+        attn_mask: at least 2 dimensions that broadcast to (..., H, L, S).
+            bool: True where a score takes part. Fully masked blocks of 128 x 128 are not computed. The list of blocks
+                is
+            built on the GPU, without synchronization, and cached with the tensor until it is written to, so pass the
+            same tensor to all layers.
+            float32, bfloat16 or float16: added to the scaled scores in FP32; may be -inf. It gets a gradient if it
+                requires
+            one. Every score is computed, so for a mask of only 0 and -inf `attn_mask == 0` is faster. float64 with a
+            float64 query, except under torch.compile.
+        dropout_p: must be 0.0; dropout is not supported.
+        is_causal: True lets row i attend to columns up to i, counted from the first row and column. (`causal` of
+            `attention` is aligned to the last ones, which differs if L and S do.) Not together with attn_mask.
+        scale: positive; 1 / sqrt(E) by default.
+        enable_gqa: True allows H to be a multiple of Hkv: head h of query uses head h // (H / Hkv). Otherwise the
+            numbers of heads must be equal, or 1.
 
     Returns:
-        (..., H, L, Ev) of query's dtype. A row that sees nothing is 0, as in torch from 2.5 on; older ones gave NaN.
-        Differentiable in query, key, value and an additive attn_mask as `attention` is.
+        (..., H, L, Ev) with query's dtype. Fully masked rows are 0, as in torch since 2.5. Differentiable in query,
+        key, value and an additive attn_mask, like `attention`.
 
-    Under torch.autocast operands of less than 64 bits are cast to its dtype, as torch does. On a GPU, an E or Ev that
-    no kernel has (other than 64, 96, 128, 192, 256, and 512 of both) is padded with zeros to the next: that copies the
-    tensor and computes as much as for the larger one. Above 256 there are no gradients.
+    Under torch.autocast, operands narrower than 64 bits are cast to its dtype, as in torch. On a GPU, E or Ev other
+    than 64, 96, 128, 192, 256, and 512 for both, is padded with zeros to the next of these, which copies the tensor.
+    Above 256 there are no gradients.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, device or shape, or one that cannot be computed, before any
+        TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or value. Raised before any
             launch.
+
+    Example:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     """
     op, arguments, options, shape = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = op(*arguments, **options)

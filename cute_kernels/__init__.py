@@ -42,7 +42,17 @@ explains(gemm, plan_gemm)
 
 
 def load_bundle(folder) -> None:
-    """Use this ahead-of-time bundle before the disk cache; raises BundleError if it does not match."""
+    """Use the kernels of an ahead-of-time bundle, before those of the disk cache.
+
+    Args:
+        folder: a folder written by `python -m cute_kernels compile --out FOLDER`.
+
+    Raises:
+        BundleError: the bundle was made with other sources, versions or for another CPU.
+
+    Example:
+        load_bundle("kernels-h100")
+    """
     from .runtime.cache import default_cache
 
     default_cache().add_bundle(folder)

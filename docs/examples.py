@@ -5,7 +5,7 @@ import textwrap
 
 import griffe
 
-SECTION = re.compile(r"^(?P<pad> *)Examples?:\n(?P<code>(?:(?P=pad) +\S.*(?:\n|$)|[ ]*\n)+)", re.MULTILINE)
+SECTION = re.compile(r"^(?P<pad> *)Examples?::?\n\n?(?P<code>(?:(?P=pad) +\S.*(?:\n|$)|[ ]*\n)+)", re.MULTILINE)
 
 
 def fenced(docstring: str) -> str:

@@ -1,11 +1,11 @@
-"""Block-sparse (BSR) matrices and the products that cost what their stored blocks cost.
+"""Block-sparse (BSR) matrices and GEMMs whose cost is that of the stored blocks.
 
 BsrMatrix                 the format; shares its tensors with torch.sparse_bsr
 bsr_matmul(W, b, ...)     (M, K) BSR @ (..., K, N)
 bsr_linear(x, W, ...)     x (..., K) @ W.T
-bsr_gated_linear(x, W)    silu(x @ G.T) * (x @ U.T), of a W that holds both
-bsr_grouped_linear(...)   bsr_linear with an item of a batch W for each run of x's rows: a mixture of experts
-Bsr24                     one whose stored blocks are 2:4 sparse, `W.prune_2_4()`; these products take it, too
+bsr_gated_linear(x, W)    silu(x @ G.T) * (x @ U.T), for a W that holds both
+bsr_grouped_linear(...)   bsr_linear with one W per expert: a mixture of experts
+Bsr24                     stored blocks with 2:4 sparsity, `W.prune_2_4()`; these GEMMs accept it, too
 sddmm(a, b, pattern)      the stored blocks of a dense a @ b: a weight's gradient
 """
 

@@ -43,35 +43,40 @@ def _of_pattern(name: str, text: str) -> Any:
 
 
 class BsrMatrix(Conversions, LikeTensor, Pictured):
-    """An (M, K) matrix, or a batch (L, M, K) of them, of which only some (bm, bk) blocks are stored.
+    """An (M, K) matrix, or a batch (L, M, K), that stores some of its (bm, bk) blocks.
 
-    Shares the three tensors with the caller and never copies them. The attributes are read-only, the indices
-    must not be written to, the values may be updated in place. Gradients flow through `values`.
+    Shares the three tensors with the caller and never copies them. The attributes are read-only, and the indices must
+    not be written to; the values may be updated in place. Gradients flow through `values`.
 
-    It is no torch.Tensor, and behaves like one where that makes sense: W @ b, x @ W.T, torch.matmul,
-    torch.nn.functional.linear(x, W, bias), to(), cuda(), half(), clone(), detach(), requires_grad_(), copy.deepcopy,
-    torch.save and torch.load(weights_only=True) (import sparse_collective before). As a plain attribute of an
-    nn.Module it is neither a parameter nor a buffer: state_dict() leaves it out, and .to() of the module does not move
-    it. `sparse_collective.nn.BsrLinear` is the module that holds one.
+    It is not a torch.Tensor, but supports W @ b, x @ W.T, torch.matmul, torch.nn.functional.linear(x, W, bias), to(),
+    cuda(), half(), clone(), detach(), requires_grad_(), copy.deepcopy, torch.save and torch.load(weights_only=True)
+    (after `import sparse_collective`). As a plain attribute of an nn.Module it is neither a parameter nor a buffer:
+    state_dict() does not contain it, and the module's .to() does not move it. `sparse_collective.nn.BsrLinear` is the
+    module that holds one.
 
     Args:
-        crow_indices: (M / bm + 1,) int32 or int64; where each block-row begins in `col_indices`, then nnz. Of a batch
-            with a pattern for each item (L, M / bm + 1), the numbers counting the blocks of all items.
-        col_indices: (nnz,) of the same dtype; each block's column, strictly increasing inside a block-row.
+        crow_indices: (M / bm + 1,) int32 or int64; the start of each block row in `col_indices`, then nnz. For a batch
+            with one pattern per matrix (L, M / bm + 1), counting the blocks of all matrices.
+        col_indices: (nnz,) with the same dtype; the column of each block, strictly increasing in a block row.
         values: (nnz, bm, bk) bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or, on the CPU, float64; bm and bk
-            are multiples of 16. Of a batch with one pattern (L, nnz, bm, bk). At any address: on a GPU each product
-            copies values that do not begin at a multiple of 16 bytes, which values.clone() spares.
+            are multiples of 16. For a batch with one pattern (L, nnz, bm, bk). On a GPU, each GEMM copies values that
+            do not begin at a multiple of 16 bytes; values.clone() avoids that.
         shape: (M, K), with M % bm == 0 and K % bk == 0; or (L, M, K).
-        check: whether operations call `check_indices` before they first read this matrix. With False, indices
-            out of range make a kernel read memory that is not the matrix's.
-        scales: of float8 values alone: float32, what they are multiplied by. One element for all of them, or (nnz,),
-            one for each stored block; of a batch with one pattern (L, nnz). See `quantize`.
+        check: True validates the indices (`check_indices`) before an operation first reads them. With False, indices
+            out of range make a kernel read memory outside the matrix.
+        scales: FP8 only; float32 dequantization scales: one element, or (nnz,), one per stored block; for a batch with
+            one pattern (L, nnz). See `quantize`.
 
-    All but the contents of the indices is checked here, without a device synchronisation.
+    Everything except the contents of the indices is checked here, without synchronization.
 
     Raises:
         TypeError: an argument is not a strided tensor, or has an unsupported dtype.
         ValueError: a device, dimension, stride, length or extent is wrong.
+
+    Example:
+        W = BsrMatrix.from_dense(torch.randn(1024, 1024), (128, 128), density=0.25)
+        print(W)  # shape, blocks and a picture of the pattern
+        y = torch.randn(8, 1024) @ W.T
     """
 
     structured = False  # whether two of every four neighbours in a row of a block are stored, as of a Bsr24

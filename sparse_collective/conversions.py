@@ -26,15 +26,18 @@ class Conversions(LikeTensor):
 
     @classmethod
     def from_torch(cls, t: Tensor, *, check: bool = True) -> Self:
-        """The matrix in a 2-D `torch.sparse_bsr` tensor, sharing its tensors. Differentiable; torch does not accumulate
-        the gradient of a `t` that is a leaf, so of one use from_torch(t.detach()).requires_grad_().
+        """Create a matrix from a 2-D `torch.sparse_bsr` tensor; shares its tensors. Differentiable.
 
-        Of a 3-D one, a batch with a pattern for each item: shares values and col_indices, and makes crow_indices anew,
-        because torch counts the blocks of each item from 0.
+        torch does not accumulate the gradient of a leaf `t`: use from_torch(t.detach()).requires_grad_() instead. A 3-D
+        tensor becomes a batch with one pattern per matrix. It shares values and col_indices; crow_indices is new, since
+        torch counts the blocks of each matrix from 0.
 
         Raises:
-            TypeError: `t` is no tensor or has another layout.
-            ValueError: `t` has several batch dimensions or dense ones, or is refused by the constructor.
+            TypeError: `t` is not a tensor or has another layout.
+            ValueError: `t` has several batch dimensions or dense dimensions, or the constructor raises.
+
+        Example:
+            W = BsrMatrix.from_torch(weight.to_sparse_bsr((128, 128)))
         """
         if not isinstance(t, Tensor):
             raise TypeError(f"from_torch needs a torch.sparse_bsr tensor, got {type(t).__name__}")
@@ -54,11 +57,14 @@ class Conversions(LikeTensor):
 
     @classmethod
     def stack(cls, matrices: Sequence[Self]) -> Self:
-        """A batch of these matrices, of one shape and block shape, each with its own pattern; copies. Differentiable.
+        """Stack matrices of one shape and block shape into a batch with one pattern per matrix; copies. Differentiable.
 
         Raises:
-            TypeError: an element is no BsrMatrix, or dtypes differ.
-            ValueError: there are none, one is a batch, or shapes, block shapes or devices differ.
+            TypeError: an element is not a BsrMatrix, or dtypes differ.
+            ValueError: the list is empty, an element is a batch, or shapes, block shapes or devices differ.
+
+        Example:
+            W = BsrMatrix.stack([BsrMatrix.from_dense(w, (128, 128), density=0.25) for w in weights])
         """
         matrices = list(matrices)
         if not matrices:
@@ -90,12 +96,12 @@ class Conversions(LikeTensor):
         return cls._make(*parts, (len(matrices), *first.shape), even=even, **state)
 
     def unbind(self) -> list[Self]:
-        """The items of a batch, each a matrix that shares col_indices and values. Differentiable.
+        """Split a batch into matrices that share col_indices and values. Differentiable.
 
-        With a pattern for each item this synchronises, to learn where items begin.
+        With one pattern per matrix this synchronizes, to read where matrices begin.
 
         Raises:
-            ValueError: this is no batch, or the indices are wrong (see `check_indices`).
+            ValueError: this is not a batch, or the indices are invalid (see `check_indices`).
         """
         if self.batch is None:
             raise ValueError(f"unbind needs a batch, got one matrix of shape {self.shape}")
@@ -123,22 +129,25 @@ class Conversions(LikeTensor):
         density: float | None = None,
         index_dtype: torch.dtype = torch.int32,
     ) -> Self:
-        """Copies the chosen blocks of a dense matrix. Differentiable.
+        """Create a matrix from selected blocks of a dense one; copies them. Differentiable.
 
         Args:
-            dense: (M, K) bfloat16, float16, float32, float8 or, on the CPU, float64, of any strides.
+            dense: (M, K) bfloat16, float16, float32, FP8 or, on the CPU, float64, with any strides.
             blocksize: (bm, bk).
-            mask: (M / bm, K / bk) bool on the device of `dense`, True where a block is kept. Synchronises.
+            mask: (M / bm, K / bk) bool on the device of `dense`, True where a block is kept. Synchronizes.
             density: in [0, 1]; keeps the round(density * number of blocks) blocks of largest Frobenius norm.
-                NaN ranks first; of equal norms the earlier block, in row-major order.
+                NaN ranks first; among equal norms the earlier block in row-major order does.
             index_dtype: torch.int32 or torch.int64.
 
-        With neither, keeps the blocks that hold a non-zero element (NaN is non-zero). Synchronises.
+        Without mask and density, keeps the blocks with a nonzero element (NaN is nonzero). Synchronizes.
 
         Raises:
-            RuntimeError: under torch.compile without a density: a graph cannot hold what synchronises.
-            TypeError: `dense` or `mask` is no strided tensor, or a dtype is not supported.
-            ValueError: both mask and density are given, or an extent, a device or the density is wrong.
+            RuntimeError: under torch.compile without a density, since a graph cannot contain a synchronization.
+            TypeError: `dense` or `mask` is not a strided tensor, or a dtype is not supported.
+            ValueError: both mask and density are passed, or an extent, a device or the density is wrong.
+
+        Example:
+            W = BsrMatrix.from_dense(weight, (128, 128), density=0.25)
         """
         if torch.compiler.is_compiling() and density is None:
             raise RuntimeError(
@@ -181,14 +190,14 @@ class Conversions(LikeTensor):
         return cls._make(row_starts(row, rows, index_dtype), col.to(index_dtype), values, dense.shape)
 
     def to_torch(self) -> Tensor:
-        """The same matrix as a `torch.sparse_bsr` tensor sharing the three tensors. Differentiable.
+        """Convert to a `torch.sparse_bsr` tensor that shares the three tensors. Differentiable.
 
-        torch's batches hold equally many blocks in each item, and a pattern for each: of a batch with one pattern the
-        indices are copied; of one with a pattern for each item crow_indices is made anew, which synchronises.
+        torch's batches have one pattern per matrix, with equally many blocks. For a batch with one pattern the indices
+        are copied; for one with a pattern per matrix crow_indices is new, which synchronizes.
 
         Raises:
-            ValueError: the items of a batch hold different numbers of blocks, or values have scales, which
-                torch.sparse_bsr has not: .float() multiplies by them.
+            ValueError: the matrices of a batch have different numbers of blocks, or values have scales, which
+                torch.sparse_bsr does not support; .float() multiplies by them.
         """
         if self.scaled_per is not None:
             raise ValueError("a torch.sparse_bsr tensor has no scales; convert W.float(), which is values * scales")
@@ -208,12 +217,12 @@ class Conversions(LikeTensor):
         return torch.sparse_bsr_tensor(crow, col, values, self.shape, check_invariants=False)
 
     def to_dense(self) -> Tensor:
-        """A new (M, K) or (L, M, K) tensor of the dtype of `values`, zero outside the blocks. Differentiable.
+        """Return a new (M, K) or (L, M, K) tensor with the dtype of `values`, zero outside the blocks. Differentiable.
 
-        Of values with scales their product, in float32.
+        Values with scales are multiplied by them, in float32.
 
         Raises:
-            ValueError: the indices are wrong (see `check_indices`).
+            ValueError: the indices are invalid (see `check_indices`).
         """
         if self.scaled_per is not None:
             return self.to(torch.float32).to_dense()
@@ -229,17 +238,21 @@ class Conversions(LikeTensor):
         return of_bits(dense, self.dtype)
 
     def quantize(self, dtype: torch.dtype = torch.float8_e4m3fn, per: BlockScaleKind = "block") -> Self:
-        """The same pattern with 8-bit values and their scales, as cute_kernels.quantize makes them.
+        """Quantize to FP8 values with scales, as cute_kernels.quantize does; the pattern is the same.
 
         Args:
-            dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa, not three).
-            per: "block", a scale for each stored block; or "tensor", one for all, which use_fast_accum takes, too.
+            dtype: float8_e4m3fn (magnitudes up to 448) or float8_e5m2 (57344, with two bits of mantissa instead of
+                three).
+            per: "block", one scale per stored block; or "tensor", one for all, which also supports use_fast_accum.
 
         No gradient passes: values are detached.
 
         Raises:
-            TypeError: values are float8 already, or dtype is no such type.
+            TypeError: values are already FP8, or dtype is not FP8.
             ValueError: per is neither.
+
+        Example:
+            y = bsr_linear(quantize(x, per="row"), W.quantize())
         """
         if self.base is not None:
             return self.base.quantize(dtype, per).t()
@@ -252,15 +265,17 @@ class Conversions(LikeTensor):
         return self.with_values(values.view(self.stored.shape), scales)
 
     def prune_2_4(self) -> Bsr24:
-        """The same pattern with the 2 largest magnitudes of every 4 neighbours in a row of a block, and those alone
-        stored: 2:4 structured sparsity, which tensor cores multiply at up to twice the rate.
+        """Keep and store the 2 largest magnitudes of every 4 neighbors in a row of a block: 2:4 structured sparsity.
 
-        Copies; no gradient passes, and a transposed view gives a matrix of its own. Of equal magnitudes the first ones
-        are kept; NaN counts as the largest. Of float8 the scales stay as they are: W.prune_2_4().quantize() prunes
-        before numbers are rounded. `Bsr24.from_bsr(W)` is for blocks that are pruned already.
+        Tensor cores multiply it at up to twice the rate. Copies, also from a transposed view; no gradient passes. Among
+        equal magnitudes the first ones are kept; NaN counts as the largest. FP8 scales are unchanged:
+        W.prune_2_4().quantize() prunes before rounding. `Bsr24.from_bsr(W)` is for blocks that are already pruned.
 
         Raises:
-            ValueError: the sides of a block are no multiples of 64.
+            ValueError: the blocks' sides are not multiples of 64.
+
+        Example:
+            y = bsr_linear(x, W.prune_2_4())
         """
         return pruned(self)
 

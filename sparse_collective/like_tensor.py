@@ -56,17 +56,17 @@ class LikeTensor:
         return FUNCTIONS[func](*args, **(kwargs or {}))
 
     def to(self, *args, **kwargs):
-        """This matrix with values of another dtype, or all of it on another device, in the forms of torch.Tensor.to.
+        """Convert the dtype of the values, or move to another device, like torch.Tensor.to. Differentiable.
 
         Takes (device), (dtype), (device, dtype) or (other), a tensor or BsrMatrix, by position or by name; then
-        non_blocking and copy. The index tensors are shared where the device stays. Returns self where nothing changes,
-        unless copy=True asks for values of its own. Differentiable.
+        non_blocking and copy. The index tensors are shared if the device does not change. Returns self if nothing
+        changes, unless copy=True requests new values.
 
-        Values of float8 that have scales become values * scales of another dtype. To float8 values are cast without
-        scales; `quantize` makes some.
+        FP8 values with scales are multiplied by them when converted to another dtype. Conversion to FP8 casts without
+        scales; `quantize` computes scales.
 
         Raises:
-            TypeError: the arguments are in none of these forms, or the values cannot have that dtype there.
+            TypeError: the arguments have none of these forms, or the device does not support that dtype.
         """
         if self.base is not None:
             base = self.base.to(*args, **kwargs)

@@ -71,52 +71,60 @@ def bsr_matmul(
     return_amax: bool = False,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """epilogue(activation(W @ b + bias + residual)) for a block-sparse W, accumulated and applied in fp32.
+    """Block-sparse GEMM: epilogue(activation(W @ b + bias + residual)), with FP32 accumulation and epilogue.
+
+    | dtype of W and b | supported |
+    | --- | --- |
+    | bfloat16, float16 | sm_80 and newer, CPU; gradients |
+    | float8_e4m3fn, float8_e5m2 | sm_89, sm_90, CPU; blocks with bk a multiple of 32; no gradients, no W.t() |
+    | float32 with precision | sm_80 and newer; no gradients, no W.t() |
+    | float32, float64 | CPU; gradients |
 
     Args:
-        W: (M, K) BsrMatrix or torch.sparse_bsr tensor of bfloat16 or float16, on the CPU also float32 or float64, with
-            blocks whose sides are multiples of 16; any pattern, empty block rows included. Or a batch (L, M, K) of
-            them. On sm_89 and sm_90 also a BsrMatrix of float8, whose bk is a multiple of 32, with scales or without.
-            Or a Bsr24, whose blocks are 2:4 sparse, of bfloat16, float16 or, on sm_89 and sm_90, float8: without
-            gradients, accumulation_dtype and float8 outputs, and of float8 without torch.compile.
-            With a precision also float32, no view W.t().
-            Values that do not begin at a multiple of 16 bytes are copied for a kernel; see BsrMatrix.
-        b: (..., K, N) of W's dtype, of any strides. With a batch (L, K, N), or (K, N) for all items. Or a Quantized.
-        bias: (N,), one value a column, or (M, 1), one value a row; with a batch also (L, M, 1).
+        W: (M, K) BsrMatrix or torch.sparse_bsr tensor, or a batch (L, M, K). Any pattern, empty block rows included;
+            the blocks' sides are multiples of 16. Or a Bsr24, whose blocks are 2:4 sparse: bfloat16, float16 or, on
+            sm_89 and sm_90, FP8; without gradients, accumulation_dtype and FP8 outputs, and for FP8 without
+            torch.compile. Kernels copy values that do not begin at a multiple of 16 bytes; see BsrMatrix.
+        b: (..., K, N) with W's dtype and any strides; for a batch (L, K, N), or (K, N) for all matrices. Or a
+            Quantized.
+        bias: (N,), one value per column, or (M, 1), one value per row; for a batch also (L, M, 1).
         activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
-        residual: of the result's shape and dtype.
-        out: where to write the result; its dtype (see out_dtype) is the result's.
-        epilogue: a function of the fp32 accumulators, traced by torch (see cute_kernels.gemm).
-        scale_b: float32, of float8 operands alone: what b's values are multiplied by. One element, or (..., 1, N), of
-            a matrix also (N,), one for each column.
-        use_fast_accum: of float8 operands alone, see cute_kernels.gemm. Not for a W with a scale for each block:
-            those multiply the sums when they are promoted to fp32.
-        accumulation_dtype: of float16 operands alone, see cute_kernels.gemm. Kernels for special shapes (few columns,
-            small blocks, pairs of rows) add up in fp32 all the same; `explain` says which.
-        out_dtype: bfloat16, float16 or float32; by default W's dtype, of float8 bfloat16. Also float8, without a
-            residual, see cute_kernels.gemm. No gradient is computed with it.
-        scale_out, return_amax: of float8 outputs alone, see cute_kernels.gemm.
-        precision: "tf32" or "3xtf32", of float32 operands alone, see cute_kernels.gemm; without
-            gradients.
+        residual: a tensor with the result's shape and dtype.
+        out: the output tensor; its dtype (see out_dtype) is the result's.
+        epilogue: a function of the FP32 accumulators, traced by torch (see cute_kernels.gemm).
+        scale_b: FP8 only; float32 dequantization scale of b: one element, or one per column, (..., 1, N), for a matrix
+            also (N,).
+        use_fast_accum: FP8 only, see cute_kernels.gemm. Not supported if W has one scale per block: these scales apply
+            to promoted partial sums.
+        accumulation_dtype: float16 only, see cute_kernels.gemm. Kernels for special shapes (small M, small blocks)
+            always accumulate in FP32; `explain` reports it.
+        out_dtype: bfloat16, float16 or float32; by default W's dtype, for FP8 bfloat16. Also FP8, without a residual,
+            see cute_kernels.gemm. No gradients are computed with it.
+        scale_out, return_amax: FP8 outputs only, see cute_kernels.gemm.
+        precision: "tf32" or "3xtf32", float32 only, see cute_kernels.gemm; without gradients.
 
     Returns:
-        (..., M, N), of a batch (L, M, N); `out` if it was given. With return_amax (out, amax).
+        (..., M, N), for a batch (L, M, N); `out` if it was passed. With return_amax (out, amax).
 
-    W's indices are checked once, on its device, before the first launch (BsrMatrix(check=False) leaves that out).
-    Every element is summed in one order and written by one thread block: the bits are the same on every
-    run. CPU tensors are multiplied by torch, the stored blocks alone, in fp32, of float64 in float64. A BsrMatrix also
-    takes W @ b and torch.matmul(W, b).
+    W's indices are validated once, on its device, before the first launch (not with BsrMatrix(check=False)). Results
+    are bitwise identical on every run. CPU tensors run a torch reference over the stored blocks, in FP32 (float64 in
+    float64). A BsrMatrix also supports W @ b and torch.matmul(W, b).
 
-    Under torch.autocast W's values, b and the residual are cast to its dtype, as in cute_kernels.gemm. W's are cast in
-    each call, and again in backward, which keeps no copy of them.
+    Under torch.autocast W's values, b and the residual are cast to its dtype, as in cute_kernels.gemm. Values are cast
+    in each call, and again in backward, which keeps no copy of them.
 
-    Of float8 operands sums of at most 128 products are added up in fp32, and the result is bfloat16 unless out says
-    else. A b that is not contiguous along K, or whose rows or address are no multiples of 16 bytes, is copied first.
-    There is no gradient, and no kernel for W.t(). Such a b of float32 is copied, too; with "3xtf32" W's values and b
-    are, to where the parts of their numbers lie side by side along K.
+    With FP8 operands, partial sums of at most 128 elements of K are promoted to FP32. A b that is not contiguous along
+    K, or whose rows or address are not multiples of 16 bytes, is copied first. The same holds for float32; with
+    "3xtf32" W's values and b are copied, with their parts side by side along K.
 
-    Raises as cute_kernels.gemm does, RuntimeError also where an argument requires a gradient beside out_dtype, a
-    precision or a Bsr24.
+    Raises:
+        TypeError, ValueError: as in cute_kernels.gemm.
+        RuntimeError: as in cute_kernels.gemm; also if an argument requires a gradient and out_dtype, a precision or a
+            Bsr24 is passed.
+
+    Example:
+        W = random_bsr((8192, 8192), (128, 128), density=0.125, device="cuda")
+        y = bsr_matmul(W, torch.randn(8192, 1024, dtype=torch.bfloat16, device="cuda"))
     """
     if type(b) is Quantized:
         b, scale_b = unpacked("bsr_matmul", "b", b, scale_b)
@@ -164,21 +172,25 @@ def bsr_linear(
     return_amax: bool = False,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """epilogue(activation(x @ W.T + bias)): a linear layer with a block-sparse weight.
+    """Linear layer with a block-sparse weight: epilogue(activation(x @ W.T + bias)).
 
     Args:
-        x: (..., K) of W's dtype, of any strides; with a batch (L, N, K), or (N, K) for all items. Or a Quantized.
+        x: (..., K) with W's dtype and any strides; for a batch (L, N, K), or (N, K) for all matrices. Or a Quantized.
         W: (M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor, or a batch (L, M, K); see bsr_matmul.
-        bias: (M,), with a batch also (L, M).
+        bias: (M,), for a batch also (L, M).
         activation, out, epilogue, use_fast_accum, accumulation_dtype, out_dtype, scale_out, return_amax, precision: see
             bsr_matmul.
-        scale_x: float32, of float8 operands alone: one element, or (..., 1), one for each token, of an x (N, K) also
+        scale_x: FP8 only; float32 dequantization scale of x: one element, or one per token, (..., 1), for x (N, K) also
             (N,); see cute_kernels.quantize(x, per="row").
 
     Returns:
-        (..., M), of a batch (L, N, M); `out` if it was given. With return_amax (out, amax).
+        (..., M), for a batch (L, N, M); `out` if it was passed. With return_amax (out, amax).
 
-    A BsrMatrix also takes x @ W.T and torch.nn.functional.linear(x, W, bias). Raises as bsr_matmul does.
+    A BsrMatrix also supports x @ W.T and torch.nn.functional.linear(x, W, bias). Raises the errors of bsr_matmul.
+
+    Example:
+        W = BsrMatrix.from_dense(weight, (128, 128), density=0.25)
+        y = bsr_linear(x, W, bias=bias, activation="gelu")
     """
     if type(x) is Quantized:
         x, scale_x = unpacked("bsr_linear", "x", x, scale_x)
@@ -199,31 +211,34 @@ def bsr_gated_linear(
     scale_x: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """activation(x @ G.T) * (x @ U.T): the first half of a gated feed-forward layer, in one kernel.
+    """First half of a gated feed-forward layer: activation(x @ G.T) * (x @ U.T), in one kernel if possible.
 
     Args:
-        x: (..., K) of W's dtype, of any strides, or a Quantized.
-        W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: of its rows 64 are G's, 64 U's, and so on (see
+        x: (..., K) with W's dtype and any strides, or a Quantized.
+        W: (2 H, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor; its rows alternate, 64 of G and 64 of U (see
             interleaved).
         activation: of the gate: None, "relu", "gelu", "gelu_tanh" or "silu".
         out: (..., H); its dtype is the result's.
-        scale_x: of float8 operands, as of bsr_linear.
-        out_dtype: of a result that is made here: bfloat16, float16 or float32; as of bsr_linear, but no float8. With it
-            what requires a gradient raises RuntimeError.
+        scale_x: FP8 only, as in bsr_linear.
+        out_dtype: bfloat16, float16 or float32, as in bsr_linear, but not FP8. With it, an argument that requires a
+            gradient raises RuntimeError.
 
     Returns:
-        (..., H), `out` if it was given.
+        (..., H), `out` if it was passed.
 
-    One kernel serves a BsrMatrix with blocks of 128 rows and more on Hopper, where no gradient is wanted: what the two
-    halves are never reaches memory. Elsewhere torch computes the gate of bsr_linear's result, which is rounded to W's
-    dtype before; `explain` says so. So a result with gradients may differ in its last bits from one without, also in a
-    reentrant checkpoint. nn.GatedBsrLinear and SwiGLU in training mode give the results with gradients in both.
+    On Hopper, a BsrMatrix with blocks of 128 rows and more runs one kernel if no gradient is required; the halves are
+    never stored. Otherwise torch computes the gate from bsr_linear's result, rounded to W's dtype; `explain` reports
+    it. So results with and without gradients may differ in their last bits, also in a reentrant checkpoint.
+    nn.GatedBsrLinear and SwiGLU in training mode compute both as with gradients.
 
-    Of float8 operands both halves are rounded to the result's dtype before the gate, which is in fp32, whoever computes
-    it, as quantize_gated does with bsr_linear's result. One kernel serves blocks whose rows are a multiple of 128 on
-    Hopper. There is no gradient.
+    With FP8 operands both halves are rounded to the result's dtype before the gate, which is computed in FP32, as
+    quantize_gated does. One kernel supports blocks with a multiple of 128 rows on Hopper. There are no gradients.
 
-    Raises as bsr_linear does, TypeError or ValueError also where out or out_dtype is of float8.
+    Raises the errors of bsr_linear, and TypeError or ValueError if out or out_dtype is FP8.
+
+    Example:
+        W = BsrMatrix.from_dense(interleaved(gate, up), (128, 128), density=0.25)
+        h = bsr_gated_linear(x, W, activation="silu")
     """
     if type(x) is Quantized:
         x, scale_x = unpacked(GATED, "x", x, scale_x)
@@ -238,10 +253,13 @@ def bsr_gated_linear(
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Rows of both in turn, 64 of each, as bsr_gated_linear wants them: of (H, ...) and (H, ...) (2 H, ...).
+    """Interleave rows of gate and up, 64 of each in turn, for bsr_gated_linear: two tensors (H, ...) become (2 H, ...).
 
     Raises:
-        ValueError: the shapes differ, or H is no multiple of 64.
+        ValueError: the shapes differ, or H is not a multiple of 64.
+
+    Example:
+        W = BsrMatrix.from_dense(interleaved(gate.weight, up.weight), (128, 128), density=0.25)
     """
     if gate.shape != up.shape or gate.dim() == 0 or gate.shape[0] % GATE:
         raise ValueError(
@@ -266,52 +284,54 @@ def bsr_grouped_linear(
     use_fast_accum: bool = False,
     accumulation_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear layer with one weight for each expert, for tokens that are sorted by expert (mixture of experts).
+    """Grouped linear layer for a mixture of experts: tokens are sorted by expert, and each expert has its own weight.
 
     Pass the routing in one of two forms:
 
-    - ``offs``: where each expert's tokens end, as in torch._grouped_mm: offs[e] is the number of tokens of experts 0 to
-      e, without a leading zero. Any offsets are right.
-      y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])) with e the number of offsets that are at most i.
-    - ``expert_ids``: the expert of each run of group_rows tokens, for tokens that are padded to whole runs already.
+    - ``offs``: the end of each expert's tokens, as in torch._grouped_mm: offs[e] is the number of tokens of experts 0
+    to
+      e, without a leading zero. Offsets need not be multiples of anything.
+      y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])), where e is the number of offsets that are at most i.
+    - ``expert_ids``: the expert of each run of group_rows tokens, for tokens that are already padded to whole runs.
       Nothing is copied. y[i] is the same with e = expert_ids[i // group_rows].
 
     Args:
-        x: (T, K) of W's dtype, of any strides, or a Quantized; with expert_ids T is len(expert_ids) times a multiple of
-            64.
-        W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch of either form, of dtypes as in bsr_matmul.
+        x: (T, K) with W's dtype and any strides, or a Quantized; with expert_ids, T is len(expert_ids) times a multiple
+            of 64.
+        W: (E, M, K) BsrMatrix, Bsr24 or torch.sparse_bsr tensor: a batch with one pattern or one per expert, with the
+            dtypes of bsr_matmul.
         offs: (E,) int32 or int64 on x's device, ascending; experts may have no tokens.
         expert_ids: (T / group_rows,) int32 on x's device, contiguous.
-        group_rows: rows of a run, a multiple of 64. With offs it is a tuning parameter, 128 by default: a GEMM tile
+        group_rows: rows per run, a multiple of 64. With offs it is a tuning parameter, 128 by default: a GEMM tile
             belongs to one run, so 256 allows the tiles of bsr_linear, and 64 pads less. With expert_ids it is T /
-            len(expert_ids), and need not be passed.
+            len(expert_ids), and optional.
         bias: (E, M), or (M,) for all experts.
         activation, out, epilogue, use_fast_accum, accumulation_dtype: see bsr_matmul.
-        scale_x: float32, of float8 operands alone: one element, or (T,) or (T, 1), one for each token; with expert_ids
-            it must be finite for padding, too.
+        scale_x: FP8 only; float32: one element, or one per token, (T,) or (T, 1); with expert_ids it must be finite for
+            padding, too.
 
     Returns:
-        (T, M), `out` if it was given.
+        (T, M), `out` if it was passed.
 
-    The routing is not read on the host, so it may change with every call and between the replays of a CUDA graph.
-    Tokens without an expert (past the last offset, or in a run whose number is not in [0, E)) are not multiplied:
-    they get epilogue(activation(bias)) with the bias of the nearest expert. An offset beyond T counts as T, and one
-    that is smaller than the one before it as that one. W's indices are checked as in bsr_matmul.
+    The host does not read the routing, so it may change in every call and between replays of a CUDA graph. Tokens
+    without an expert (past the last offset, or in a run whose expert is not in [0, E)) are not multiplied: they get
+    epilogue(activation(bias)) with the bias of the nearest expert. An offset beyond T counts as T, and one smaller than
+    its predecessor counts as that. W's indices are validated as in bsr_matmul.
 
     Cost of offs: x is copied to a padded layout of at most T + min(T, E + 1) * group_rows rows, and the result back
     from it; about 16 small kernels compute the layout. For several layers with one routing, pad once and pass
-    expert_ids::
+    expert_ids, as sparse_collective.nn.BsrMixtureOfExperts does:
 
-        T = group_rows * runs  # every expert's rows padded to a multiple of group_rows, ends: where they end
+        T = group_rows * runs  # every expert's rows padded to a multiple of group_rows; ends: where they end
         firsts = torch.arange(0, T, group_rows, device=x.device)
         expert_ids = torch.searchsorted(ends, firsts, right=True, out_int32=True)
 
-    as sparse_collective.nn.BsrMixtureOfExperts does.
+    With FP8 operands W has no scales, one for all experts, or one per stored block (BsrMatrix.stack combines matrices).
+    Accumulation, copies of x and gradients are as in bsr_linear, and so are errors.
 
-    Of float8 operands W has no scales, one for all items, or one for each stored block (BsrMatrix.stack makes these of
-    matrices with one each). Sums, copies of x and gradients are as in bsr_linear.
-
-    Raises as bsr_matmul does.
+    Example:
+        W = BsrMatrix.stack([BsrMatrix.from_dense(w, (128, 128), density=0.25) for w in weights])
+        y = bsr_grouped_linear(x, W, offs=torch.cumsum(tokens_per_expert, 0))
     """
     op = "bsr_grouped_linear"
     if type(x) is Quantized:
@@ -346,26 +366,28 @@ def sddmm(
     """SDDMM: compute the stored blocks of a pattern of the dense a @ b, such as the gradient of a sparse weight.
 
     Args:
-        a: (M, K) bfloat16 or float16, of any strides; on the CPU also float32 or float64.
-        b: (K, N) of a's dtype, of any strides.
+        a: (M, K) bfloat16 or float16 with any strides; on the CPU also float32 or float64.
+        b: (K, N) with a's dtype and any strides.
         pattern: (M, N) BsrMatrix with (bm, bk) blocks, or with expert_ids a batch (L, M, N); its values are not read.
-        out: (nnz, bm, bk), contiguous, at any address: where to write the result; its dtype (bfloat16, float16,
-            float32 or a's) is the result's.
-        accumulate: add to what `out` holds, in fp32, rounding once.
-        out_dtype: of a result that is made here; a's unless told.
-        expert_ids: (K / run,) int32 on a's device, contiguous, for a batch: the item to which each run of K belongs.
-            Each item sums over its own runs; runs with a number out of range are skipped. run is a multiple of 64.
+        out: (nnz, bm, bk), contiguous, at any address: the output; its dtype is bfloat16, float16, float32 or a's.
+        accumulate: True adds to the contents of `out`, in FP32, and rounds once.
+        out_dtype: dtype of the result without `out`; a's by default.
+        expert_ids: (K / run,) int32 on a's device, contiguous, for a batch: the matrix that each run of K belongs to.
+            Each matrix accumulates its own runs; runs with an id out of range are skipped. run is a multiple of 64.
 
     Returns:
-        (nnz, bm, bk), of a batch as its values: values for `pattern.with_values`; `out` if it was given.
+        (nnz, bm, bk), for a batch as its values: values for `pattern.with_values`; `out` if it was passed.
 
-    Of y = bsr_linear(x, W) with x (tokens, K), the gradient of W's values is sddmm(dy.t(), x, W). Sums are in fp32 and
-    in one order: the bits are the same on every run. CPU tensors run a torch reference of the stored blocks. Not
-    differentiable itself.
+    For y = bsr_linear(x, W) with x (tokens, K), the gradient of W's values is sddmm(dy.t(), x, W). Accumulation is in
+    FP32, and results are bitwise identical on every run. CPU tensors run a torch reference over the stored blocks. Not
+    differentiable.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or layout is not supported; the message says
             what is.
+
+    Example:
+        gradient = W.with_values(sddmm(dy.t(), x, W))
     """
     terms = a, b, pattern, out, accumulate, out_dtype, expert_ids
     if torch.compiler.is_compiling() or dispatched("sddmm", a, b, getattr(pattern, "stored", None), out, expert_ids):

@@ -26,18 +26,22 @@ def random_bsr(
     index_dtype: torch.dtype = torch.int32,
     scale: float = 1.0,
 ) -> BsrMatrix:
-    """A matrix of normal random values, of standard deviation `scale`, in randomly placed blocks.
+    """Create a matrix of normal random values, with standard deviation `scale`, in random blocks.
 
     Args:
         shape, blocksize: (M, K) and (bm, bk).
-        per_row: stores this many blocks in each block-row, in columns drawn uniformly; does not synchronise.
-        density: stores each block with this probability. Synchronises. Give either per_row or density.
-        dtype, index_dtype: of the values and of the indices; for float8 values see BsrMatrix.quantize.
-        device, generator: where all is drawn, and by what; the generator must be of that device.
+        per_row: number of blocks in each block row, in random columns; does not synchronize.
+        density: probability that a block is stored; synchronizes. Pass either per_row or density.
+        dtype, index_dtype: dtypes of the values and of the indices; for FP8 values see BsrMatrix.quantize.
+        device, generator: the device, and a random number generator on it.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: extents do not divide, or not exactly one of per_row and density is given and in range.
+        ValueError: extents are not multiples of the block's sides, or not exactly one of per_row and density is passed
+            and in range.
+
+    Example:
+        W = random_bsr((1024, 1024), (64, 64), density=0.25)
     """
     arguments.check_dtypes(dtype, index_dtype, torch.empty(0, device=device).device)
     shape, blocksize = arguments.pair(shape, "shape"), arguments.pair(blocksize, "blocksize")

@@ -27,7 +27,11 @@ Device = torch.device | str | None
 
 
 def causal(lengths: Pair, blocksize: Pair = (128, 128), *, device: Device = None) -> BlockMask:
-    """Row q attends to the columns up to its position."""
+    """Causal mask: row q attends to the columns up to its position, q + Sk - Sq.
+
+    Example:
+        mask = patterns.causal((1024, 1024), device="cuda")
+    """
     return sliding_window(lengths, (None, 0), blocksize, device=device)
 
 
@@ -41,16 +45,20 @@ def sliding_window(
     causal: bool = False,
     device: Device = None,
 ) -> BlockMask:
-    """Row q, at position p, attends to columns p - left to p + right, (left, right) = window_size; None is unbounded.
+    """Window: row q, at position p, attends to columns p - left to p + right, (left, right) = window_size.
 
     Args:
+        window_size: (left, right); None is unbounded.
         global_columns: number of first columns that all rows attend to (attention sinks).
         global_rows: number of first positions whose rows attend to all columns.
-        causal: True to mask all columns past the row's position.
+        causal: True masks all columns past the row's position.
 
     Raises:
         TypeError: window_size is not a pair of ints or None.
         ValueError: a bound or a number of tokens is negative.
+
+    Example:
+        mask = patterns.sliding_window((4096, 4096), (1023, 0), global_columns=4, device="cuda")
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     left, right = window_bounds(window_size, causal)
@@ -93,6 +101,10 @@ def packed_documents(
     Raises:
         TypeError: cu_seqlens are not strided tensors of int32 or int64.
         ValueError: they do not have one shape (documents + 1,) and one device.
+
+    Example:
+        cu_seqlens = torch.tensor([0, 300, 1024], dtype=torch.int32, device="cuda")
+        mask = patterns.packed_documents(cu_seqlens, lengths=(1024, 1024), causal=True)
     """
     (sq, sk), blocksize, _, _ = grid(lengths, blocksize)
     cu_q, cu_k = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -125,13 +137,16 @@ def documents(
     """Rows attend to the columns with their own document's id. Evaluates all pairs; packed_documents is much cheaper.
 
     Args:
-        q_ids: (Sq,) or (B, Sq) int32 or int64, in any order; compared as int32.
+        q_ids: (Sq,) or (B, Sq) int32 or int64, not necessarily sorted; compared as int32.
         kv_ids: (Sk,) or (B, Sk); None: q_ids.
-        causal: True to mask columns after the row's position in the whole sequence.
+        causal: True masks columns after the row's position in the whole sequence.
 
     Raises:
         TypeError: ids are not strided tensors of int32 or int64.
         ValueError: they do not have 1 or 2 dimensions, or their batch sizes or devices differ.
+
+    Example:
+        mask = patterns.documents(torch.arange(1024, device="cuda") // 300)
     """
     kv_ids = q_ids if kv_ids is None else kv_ids
     for name, t in (("q_ids", q_ids), ("kv_ids", kv_ids)):
@@ -188,10 +203,13 @@ def dilated_blocks(
 
     Args:
         reach: maximum number of blocks on each side of that one; None: all.
-        causal: True to mask columns past the row's position.
+        causal: True masks all columns past the row's position.
 
     Raises:
         ValueError: step is less than 1, or reach is negative.
+
+    Example:
+        mask = patterns.dilated_blocks((4096, 4096), 4, causal=True, device="cuda")
     """
     (sq, sk), blocksize, rows, cols = grid(lengths, blocksize)
     if operator.index(step) < 1:
@@ -214,17 +232,20 @@ def top_k(
     lengths: Pair | None = None,
     causal: bool = False,
 ) -> BlockMask:
-    """The k blocks with the largest scores in each row of blocks; the earlier one of equals. Blocks of score -inf are
-    excluded.
+    """The k blocks of largest score in each row of blocks, among equals the earlier ones. Score -inf excludes a block.
 
     Args:
-        scores: (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk), of a floating-point dtype, without NaN.
+        scores: (Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk), floating-point, without NaN.
         lengths: None: the extent of the blocks.
-        causal: True to select among blocks up to the row's position and to mask columns past it.
+        causal: True selects among blocks up to the row's position, and masks columns past it.
 
     Raises:
         TypeError: scores is not a strided floating-point tensor.
         ValueError: k is negative.
+
+    Example:
+        scores = q.unflatten(2, (-1, 128)).mean(3) @ k.unflatten(2, (-1, 128)).mean(3).mT  # (B, H, Mq, Mk)
+        mask = patterns.top_k(scores, 8, causal=True)
     """
     if not is_strided(scores) or not scores.is_floating_point():
         raise TypeError(f"scores must be a strided floating-point tensor, got {describe(scores)}")
@@ -249,11 +270,15 @@ def vertical_slash(
         vertical: (..., n) int32 or int64 columns, with up to two leading dimensions: (H, n) or (B, H, n).
         slash: (..., m) distances of columns before the row's position, with the same leading dimensions. In both,
             values out of range are ignored, so that -1 pads short rows.
-        causal: True to mask columns past the row's position.
+        causal: True masks columns past the row's position.
 
     Raises:
         TypeError: they are not strided tensors of int32 or int64.
         ValueError: their dimensions or devices do not match.
+
+    Example:
+        vertical, slash = (torch.tensor([0, 1, 2], device="cuda") for _ in range(2))
+        mask = patterns.vertical_slash(vertical, slash, lengths=(1024, 1024), causal=True)
     """
     for name, t in (("vertical", vertical), ("slash", slash)):
         if not is_strided(t) or t.dtype not in (torch.int32, torch.int64):

@@ -36,7 +36,7 @@ class Alibi:
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """score + table[h, reach + distance], with the distance kv - (q + offset) cut to -reach to reach.
+    """score + table[h, reach + distance], where distance is kv - (q + offset), clamped to -reach ... reach.
 
     table: (H, 2 * reach + 1) floating-point.
     """
@@ -51,7 +51,11 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """score + bias[b, h, q, kv] for a tensor (B, H, Sq, Sk); each extent may be 1, and is broadcast then."""
+    """score + bias[b, h, q, kv] for a tensor (B, H, Sq, Sk); extents of 1 are broadcast.
+
+    Example:
+        out = attention(q, k, v, score_mod=Bias(bias))  # bias gets a gradient
+    """
 
     bias: Tensor
 
@@ -95,9 +99,13 @@ def _of_item(offset: int | Tensor, b):
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The slopes of ALiBi's paper, float32 (heads,): 2^(-8 i / heads) for i from 1 on.
+    """Return the slopes of the ALiBi paper, float32 (heads,): 2^(-8 i / heads) for i = 1, 2, ...
 
-    Where heads is no power of two: those of the power of two below, and then every other one of the power above.
+    If heads is not a power of two: the slopes of the largest smaller power of two, then every other one of the next
+    larger power.
+
+    Example:
+        out = attention(q, k, v, causal=True, score_mod=Alibi(alibi_slopes(q.shape[1], device=q.device)))
     """
     if heads < 1:
         raise ValueError(f"heads is {heads}; it must be at least 1")
@@ -108,10 +116,10 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 
 
 def t5_bias(table: Tensor, *, bidirectional: bool, max_distance: int = 128, offset: int | Tensor = 0) -> RelativeBias:
-    """T5's relative position bias, of its table (heads, buckets), which gets the gradient.
+    """T5's relative position bias from its table (heads, buckets), which gets the gradient.
 
-    Half of the buckets, of either direction where it is bidirectional, are of one distance each, and the others are
-    logarithmically wider up to max_distance, from which on all distances have the last one.
+    Half of the buckets (of each direction if bidirectional) hold one distance each. The others are logarithmically
+    wider, up to max_distance; all larger distances have the last bucket.
     """
     if table.dim() != 2 or table.shape[1] < (4 if bidirectional else 2):
         raise ValueError(f"table has shape {tuple(table.shape)}; it must be (heads, buckets)")

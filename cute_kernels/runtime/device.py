@@ -21,6 +21,10 @@ def path(name: Path):
     """Context manager that forces a kernel path: "sm_80" (mma.sync, cp.async) or "sm_90" (WGMMA, TMA).
 
     The sm_80 kernels also run on newer GPUs, compiled for them. A call that the path does not support raises.
+
+    Example:
+        with path("sm_80"):
+            d = gemm(a, b)
     """
     if name not in PATHS:
         raise ValueError(f"unknown path {name!r}; known are {', '.join(PATHS)}")

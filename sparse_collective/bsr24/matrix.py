@@ -92,13 +92,16 @@ class Bsr24:
 
     @classmethod
     def from_bsr(cls, W: LikeTensor) -> Bsr24:
-        """The compressed form of W, whose stored blocks are 2:4 sparse; copies, but for scales. No gradient passes.
+        """Compress W, whose stored blocks are 2:4 sparse; copies all but the scales. No gradient passes.
 
-        On a GPU it waits for the device once, to check the values.
+        On a GPU it synchronizes once, to check the values.
 
         Raises:
-            TypeError: W is no BsrMatrix.
-            ValueError: blocks are no multiples of 64, or a group of 4 has more than 2 elements that are not zero.
+            TypeError: W is not a BsrMatrix.
+            ValueError: blocks are not multiples of 64, or a group of 4 has more than 2 nonzero elements.
+
+        Example:
+            V = Bsr24.from_bsr(W)  # of blocks that were pruned in training; else W.prune_2_4()
         """
         check_matrix("Bsr24.from_bsr: W", W)
         values, places, crowded = compress(W.values.detach())
