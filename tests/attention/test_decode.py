@@ -1,20 +1,14 @@
 """attention() to caches: lengths of items, pages, and few queries whose K and V are split among CTAs."""
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from attention import attention
 from attention.decode import heuristics
-from attention.decode.problem import DecodeTile, SplitSource
-from attention.forward.config import WindowKind
-from attention.forward.heads import GqaPacking
-from attention.seqlen import SeqlenInfo
 from cute_kernels import explain
 
-from .emulate_blocks import number
 from .parts import CAUSAL, cache, check, truth, where_fixture  # noqa: F401 (used by name)
 
 
@@ -108,34 +102,6 @@ def test_long_caches_are_split(emulated, path, page_size):
 
 
 # Splits
-
-
-@pytest.mark.parametrize("splits", [1, 3, 8])
-def test_parts_make_the_whole(splits):
-    """Parts with a softmax of their own, and weights from their LSEs; empty ones count for nothing."""
-    lengths = [0, 1, 47, 200]
-    call = cache(lengths, 256, rows=3, H=8)
-    source = SplitSource(WindowKind(right=True), 64, 16, 0, 0, GqaPacking(4), splits)
-    expected = truth(**call, causal=True)
-    for b, h in itertools.product(range(4), range(2)):
-        span, heads = SeqlenInfo(b, 3, lengths[b]), slice(4 * h, 4 * h + 4)
-        rows = call["q"][b, heads].transpose(0, 1).reshape(12, 64).double()
-        outs, lses = [], []
-        for split in range(splits):
-            tiles = source.for_tile(DecodeTile(0, h, b, split), span)
-            mine = {number(tiles.at(i)) for i in range(number(tiles.count))}
-            scores = torch.full((12, 256), -math.inf, dtype=torch.float64)
-            for row in range(12):
-                begin, end = (number(x) for x in source.bounds(row, span))
-                visible = [c for c in range(begin, end) if c // 16 in mine]
-                scores[row, visible] = call["k"][b, h, visible].double() @ rows[row] / 8
-            lses.append(scores.logsumexp(-1))
-            outs.append(scores.softmax(-1).nan_to_num(0.0) @ call["v"][b, h].double().nan_to_num(0.0))
-        lses, outs = torch.stack(lses), torch.stack(outs)
-        weights = lses.softmax(0).nan_to_num(0.0)
-        out = (weights[..., None] * outs).sum(0).view(3, 4, 64).transpose(0, 1)
-        torch.testing.assert_close(out, expected.out[b, heads])
-        torch.testing.assert_close(lses.logsumexp(0).view(3, 4).T, expected.lse[b, heads])
 
 
 def test_best_splits():

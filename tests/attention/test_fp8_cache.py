@@ -8,14 +8,11 @@ import torch
 
 from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from attention.decode import heuristics
-from attention.decode.fp8.mainloop import cache_tiles
-from attention.forward.config import DecodeFacts
 from attention.masks.score_mods import Alibi
 from cute_kernels import explain
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.runtime.device import assume
-from cute_kernels.runtime.families import family_named, unsupported
 from cute_kernels.testing.reference import poisoned_empty
 
 from ..emulator.ops import on_emulator
@@ -220,15 +217,6 @@ def test_on_the_emulator(arch, operands, terms, splits):
 # Plans
 
 
-def test_a_plan(emulated):
-    call = case(lengths=[9] * 8, capacity=16384, H=32, heads=8, page_size=64)
-    plan = explain(attention, **call)
-    facts, (*_, splits) = plan.facts, plan.scalars
-    assert (facts.cache, facts.k_descale, facts.v_descale, facts.path) == ("float8_e4m3fn", True, True, "sm_80")
-    assert facts.split and splits == 4 and facts.early and facts.config.ctas == 2
-    assert not explain(attention, **narrow(call, shape=None) | {"k_descale": None, "v_descale": None}).facts.k_descale
-
-
 def test_scales_and_dtypes_have_plans_of_their_own(where):
     """Calls that differ in one thing, each after all others."""
     base = case(shape=None, lengths=[100, 3], capacity=128, device=where)
@@ -239,20 +227,6 @@ def test_scales_and_dtypes_have_plans_of_their_own(where):
     for call, expected in zip(calls * 2, first * 2, strict=True):
         assert torch.equal(attention(**call), expected)
     assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i] if {i} != {3})
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_rings_fit(arch):
-    spec, family = ARCHS[arch], family_named("decode")
-    for facts in family.catalogue(arch):
-        if facts.cache:
-            assert facts.smem_bytes <= family.smem_limit(facts) and not unsupported(facts)
-            k, v = cache_tiles(facts)
-            cfg = facts.config
-            assert k.bytes + v.bytes == cfg.tile_n * (facts.head_dim + facts.head_dim_v)
-            assert cfg.groups * cfg.tile_m * (facts.head_dim_v + 16) * 4 <= facts.smem_bytes - facts.softmax_bytes
-    assert not unsupported(DecodeFacts(spec.target, "sm_80", None, cache="float8_e4m3fn"))
-    assert unsupported(DecodeFacts(spec.target, "sm_80", None, head_dim=512, head_dim_v=512, cache="float8_e5m2"))
 
 
 # Errors

@@ -9,40 +9,18 @@ import pytest
 import torch
 
 import cute_kernels
-from attention import attention, block_sparse_attention, dispatch, fp8, scaled_dot_product_attention
-from attention.arguments import AttentionArgs
+from attention import attention, block_sparse_attention, scaled_dot_product_attention
 from attention.forward import heuristics
-from attention.forward.config import Float8Facts
-from attention.forward.fp8.softmax import HEADROOM, LARGEST
-from attention.forward.fp8.transposed_values import KEYS, first_column, place_of, tiles_of
+from attention.forward.fp8.transposed_values import place_of
 from cute_kernels import explain
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.device import assume
-from cute_kernels.runtime.families import family_named, unsupported
 from cute_kernels.tile.hopper import smem_layout
 
-from .fp8_parts import E4M3, E5M2, FAST, SCALES, case, converting, narrow
-from .parts import BF16, FP32, FP64, packed, qkv, starts
+from .fp8_parts import E4M3, E5M2, FAST, SCALES, case, converting
+from .parts import BF16, FP32, FP64, packed, qkv
 
 # Plans
-
-
-def test_keys_are_where_scores_are():
-    """Lane t of a quad has columns 2t, 2t + 1 of each 8; of P it must have 4t to 4t + 3 of each 16."""
-    for t in range(4):
-        assert list(KEYS[4 * t : 4 * t + 4]) == [2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t]
-    assert sorted(KEYS) == list(range(16))
-
-
-@pytest.mark.parametrize("tile", [64, 96, 128, 160, 192])
-def test_packed_sequences_have_tiles_of_their_own(tile):
-    torch.manual_seed(tile)
-    for lengths in ([0], [1, tile, 0, 0, tile + 1, 3 * tile - 1], torch.randint(0, 400, (40,)).tolist()):
-        cu = starts(lengths).tolist()
-        begins = [first_column(c, b, tile) for b, c in enumerate(cu)]
-        for b, length in enumerate(lengths):
-            assert begins[b] % tile == 0 and begins[b] + -(-length // tile) * tile <= begins[b + 1]
-        assert begins[-1] <= tiles_of(cu[-1], tile, len(lengths)) * tile
 
 
 @pytest.mark.parametrize("tile", [32, 64, 96, 128, 160, 192])
@@ -65,50 +43,6 @@ def test_values_lie_as_in_shared_memory(tile):
     for dim in heuristics.HEAD_DIMS:
         places = {place_of(column, d, dim, tile) for d in range(dim) for column in range(0, tile, 16)}
         assert places == set(range(0, dim * tile, 16))
-
-
-def test_p_fits():
-    facts = Float8Facts("sm_90a", "sm_90", None, fast=True)
-    assert 2 ** (HEADROOM + facts.rescale_threshold) <= LARGEST == torch.finfo(E4M3).max
-
-
-def test_rings_fit():
-    family = family_named("flash forward")
-    found = [f for f in family.catalogue("sm_90") if isinstance(f, Float8Facts)]
-    assert {f.head_dim for f in found} == set(heuristics.HEAD_DIMS)
-    for facts in found:
-        assert not unsupported(facts) and facts.smem_bytes <= family.smem_limit(facts)
-        assert facts.config.tile_n % (32 if facts.fast else 16) == 0
-
-
-def test_a_plan_knows_how_scales_are_taken():
-    """A call expands no scale that each item's head has."""
-    with assume("sm_90"):
-        for scales, shapes in (((), ()), ((1,), ((2, 4), (2, 2), (2, 2))), ((2,), ((2, 4), (2, 2), (2, 2)))):
-            call = narrow(dict(zip("qkv", qkv(100, 200), strict=True)), scales)
-            if scales == (2,):
-                call["q_descale"] = torch.rand(4)
-            plan = dispatch.plan_attention(AttentionArgs(**call))
-            assert plan.scale_shapes == shapes
-            given = [call[name] for name in SCALES]
-            taken = fp8.as_planned(plan, tuple(given))
-            assert [t.shape for t in taken] == [(2, 4), (2, 2), (2, 2)]
-            assert shapes or all(a is b for a, b in zip(taken, given, strict=True))
-
-
-def test_a_plan():
-    q = torch.empty(2, 16, 8192, 128, dtype=E4M3, device="meta")
-    scale = torch.empty(2, 16, device="meta")
-    plan = explain(attention, q, q, q, q_descale=scale, arch="sm_90")
-    assert plan.facts.q_descale and not plan.facts.k_descale and plan.facts.config.groups == 3
-    assert plan.out_dtype is BF16
-    for inside, words in ((False, "by a kernel before it"), (True, "in the kernel, for each tile of queries; none")):
-        with converting(inside):
-            plan = explain(attention, q, q, q, q_descale=scale, arch="sm_90")
-        assert f"v is converted to float16 {words}" in str(plan)
-        assert plan.facts.converts == inside == (plan.values is None)
-    assert "v is transposed by a kernel before it" in str(explain(attention, q, q, q, arch="sm_90", **FAST))
-    assert explain(attention, q, q, q, causal=True, arch="sm_90").facts.config.dynamic
 
 
 # Errors

@@ -14,14 +14,13 @@ import torch
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask
 from attention.forward import heuristics
 from attention.forward.config import Float8Facts
-from attention.forward.fp8.values_inside import CONVERTERS, PIECE, ValuesInside, swizzled
+from attention.forward.fp8.values_inside import PIECE, ValuesInside, swizzled
 from attention.masks.mask_mods import And, Band, RowRange
 from cute_kernels import explain
 from cute_kernels.runtime.compile import compile_for
 from cute_kernels.runtime.device import assume
 from cute_kernels.runtime.families import family_named, unsupported
 from cute_kernels.testing.reference import poisoned_empty
-from cute_kernels.tile import barriers
 from cute_kernels.tile.hopper import smem_layout
 
 from ..emulator import emulate
@@ -163,18 +162,6 @@ def test_both_kinds_are_in_the_catalogue():
     }  # fmt: skip
 
 
-def test_arrivals():
-    """Rings that no consumer reads are read by other warps of the producer's warpgroup."""
-    facts = INSIDE[0]
-    kernel = FLASH.entry(facts)
-    assert set(kernel.arrivals) >= {"Q, K", "V", "FP8 V"}
-    assert kernel.arrivals["V"].full == CONVERTERS == kernel.arrivals["FP8 V"].empty
-    barriers.check_arrivals("forward", kernel.threads, 1, kernel.arrivals)
-    for wrong in (barriers.Arrivals(1, 0), barriers.Arrivals(1, 0, others=CONVERTERS + 1)):
-        with pytest.raises(ValueError, match="pipeline V"):
-            barriers.check_arrivals("forward", kernel.threads, 1, {"V": wrong})
-
-
 def test_what_does_not_convert():
     facts = INSIDE[0]
     assert "a packed V is not converted" in unsupported(replace(facts, packed=True))
@@ -190,17 +177,3 @@ def test_what_does_not_convert():
         assert plan.facts.converts and "none runs before it" in str(plan)
         wide = replace(plan.facts, config=replace(plan.facts.config, tile_n=128, stages=3))
         assert "element masks spill with tiles of 128x128" in unsupported(wide)
-
-
-def test_which_is_faster():
-    """Few queries, or few tiles that they see, do not pay for a launch and 3 bytes a value; many query heads of one
-    head of V may."""
-    facts = replace(INSIDE[0], config=heuristics.FlashConfig(128, 128, 3, 2), blocks=None)
-
-    def inside(heads, rows, cols, right=None, group=1) -> bool:
-        return heuristics.converts_inside(facts, heuristics.Extents(heads, rows, cols, None, right, 132), group)
-
-    assert inside(16, 128, 65536) and inside(256, 1024, 1024) and inside(1, 64, 64)
-    assert not inside(32, 2**17, 2**17)
-    assert [inside(32, 2**12, 2**12, right=0, group=group) for group in (1, 32)] == [True, False]
-    assert not inside(32, 2**13, 2**13) and not inside(32, 2**13, 2**13, right=0)  # as measured

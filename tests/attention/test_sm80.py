@@ -1,11 +1,11 @@
-"""The sm_80 attention kernel's copies, reads and waits without a GPU: its own functions on Python numbers."""
+"""The sm_80 attention kernel's copies and reads without a GPU: its own functions on Python numbers."""
 
 import itertools
 
 import pytest
 
 from attention.decode import heuristics
-from attention.forward.config import DecodeFacts, FlashConfig, FlashFacts
+from attention.forward.config import DecodeFacts, FlashFacts
 from attention.forward.heuristics import HEAD_DIMS, candidates_sm80
 from attention.forward.mainloop_sm80 import first_vector, lines_at_once, operand_tiles, vectors
 from cute_kernels.arch import ARCHS
@@ -86,39 +86,3 @@ def test_copies_hit_all_banks(case):
                 for line, element in (first_vector(op, first + t) for t in range(8))
             ]
             assert len({a // 16 % 8 for a in at}) == 8
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_waits(stages, count):
-    """Each product finds its tile arrived, whatever copies are late, and no copy overwrites a tile in use."""
-    groups, slots = [], {}
-
-    def copy(name, i):
-        slots[name, i % stages] = i
-        groups.append((name, i))
-
-    def arrived(allowed):
-        return groups[: len(groups) - allowed]
-
-    for s in range(stages):
-        copy("K", s)
-        copy("V", s)
-    visible = arrived(2 * stages - 1)
-    for i in range(count):
-        assert ("K", i) in visible and slots["K", i % stages] == i
-        visible = arrived(2 * (stages - 1))
-        copy("K", i + stages)
-        assert ("V", i) in visible and slots["V", i % stages] == i
-        visible = arrived(2 * (stages - 1))
-        copy("V", i + stages)
-
-
-def test_head_dims_without_a_kernel_are_refused():
-    with pytest.raises(ValueError, match="head_dim_v must be .*got 80"):
-        candidates_sm80(ARCHS["sm_80"], 64, 80)
-
-
-@pytest.mark.parametrize("spec", ARCHS.values(), ids=list(ARCHS))
-def test_every_architecture_has_a_configuration(spec):
-    assert all(isinstance(candidates_sm80(spec, *dims)[0], FlashConfig) for dims in DIMS)

@@ -121,27 +121,6 @@ def test_every_k_tile_is_loaded_once_and_blocks_are_not_mixed(block, scaled):
             assert i // steps == (i + 4 * kernel.together - 1) // steps
 
 
-@pytest.mark.parametrize("pairs", [((0, 1), (2, 3)), ((0, 2), (1, 3))])
-@pytest.mark.parametrize(("mmas_m", "mmas_n", "words"), [(1, 1, 4), (1, 2, 2), (2, 2, 1)])
-def test_registers_of_w_and_x_meet_in_the_same_k(pairs, mmas_m, mmas_n, words):
-    """As many MMAs m16n8k16 as a lane loads words are the product of their 16 columns each."""
-    K = 16 * words
-    W, x = torch.randn(16 * mmas_m, K), torch.randn(8 * mmas_n, K)
-    out = torch.zeros(16 * mmas_m, 8 * mmas_n)
-    for w in range(words):
-        for i in range(mmas_m):
-            for j in range(mmas_n):
-                A, B = torch.zeros(16, 16), torch.zeros(16, 8)
-                for lane in range(32):  # the fragments of mma.sync.m16n8k16, as PTX defines them
-                    g, t = divmod(lane, 4)
-                    for half, pair in enumerate(pairs):
-                        at, k = 2 * t + 8 * half, [4 * (words * t + w) + e for e in pair]
-                        A[g, at : at + 2], A[g + 8, at : at + 2] = W[16 * i + g, k], W[16 * i + g + 8, k]
-                        B[at : at + 2, g] = x[8 * j + g, k]
-                out[16 * i : 16 * i + 16, 8 * j : 8 * j + 8] += A @ B
-    assert torch.allclose(out, W @ x.t(), atol=1e-4)
-
-
 class Convert:
     """All 256 elements of a dtype, four a thread, as fp16."""
 
