@@ -25,7 +25,7 @@ from . import record
 MODULES = ["bench.cases_distributed", "bench.cases_distributed_attention"]
 SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host queues a call, as a deep model does
 WARM_S = 1.0
-COLLECTIVE_S = 120
+COLLECTIVE_S = 300  # that a collective waits: a rank may be compiling kernels
 
 
 @dataclass(frozen=True)

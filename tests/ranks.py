@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__]
-COLLECTIVE_SECONDS = 60  # a collective that waits longer than this ends its process
+COLLECTIVE_SECONDS = {"gloo": 60, "nccl": 300}  # that a collective waits; on GPUs a rank may be compiling kernels
 
 
 def free_port() -> int:
@@ -57,10 +57,13 @@ def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox
 class Ranks:
     """`world` processes of one process group; they start with the first check, and again after one that fails."""
 
-    def __init__(self, world: int, backend: str = "gloo", collective_seconds: float = COLLECTIVE_SECONDS) -> None:
-        self.world, self.backend, self.collective_seconds = world, backend, collective_seconds
-        self.context: Any = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+    def __init__(self, world: int, backend: str = "gloo", collective_seconds: float | None = None) -> None:
+        self.world, self.backend = world, backend
+        self.collective_seconds = collective_seconds or COLLECTIVE_SECONDS[backend]
+        # A process that forks must not have used CUDA.
+        self.context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        if backend == "gloo":
+            self.context.set_forkserver_preload(PRELOAD)
         self.processes: list[Any] = []
 
     def start(self) -> None:
