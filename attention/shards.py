@@ -21,7 +21,7 @@ from cute_kernels import checks as common
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched
 
-from . import checks, gradients
+from . import checks
 from .arguments import AttentionArgs
 from .block_sparse import as_block_mask
 from .masks.block_mask import BlockMask
@@ -155,6 +155,8 @@ def attention_backward(
 
 def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> tuple[Tensor, Tensor, Tensor]:
     """attention_backward outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
+    from .gradients import gradients_of  # imports the DSL
+
     common.check_tensor(f"{OP}: q", args.q)
     score = bound(args.score_mod, args.q.device)
     captured = () if score is None else score.tensors
@@ -164,11 +166,13 @@ def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> tuple[Tenso
     common.check_no_grad(OP, *tensors, *captured)
     args = args._replace(score_mod=score)
     mask = check_backward(args, out, lse, dout, dlse, grad_dtype)
-    return gradients.gradients_of(args._replace(block_mask=mask), out, lse, dout, dlse, grad_dtype=grad_dtype)[:3]
+    return gradients_of(args._replace(block_mask=mask), out, lse, dout, dlse, grad_dtype=grad_dtype)[:3]
 
 
 def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> BlockMask | None:
     """Check the arguments of attention_backward; return block_mask as a BlockMask, or None."""
+    from .gradients import check_score
+
     (q, k, v), score = args[:3], args.score_mod
     checks.check_deterministic(OP, args.deterministic)
     if args.packed:
@@ -193,7 +197,7 @@ def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> Blo
     offsets = None if args.packed else check_offsets(OP, args.q_offset, args.k_offset, *lengths)
     if score is not None:
         checks.check_score(args, (items, q.shape[1]), lengths_at(lengths, offsets))
-        gradients.check_score(score, False, q, args.deterministic)
+        check_score(score, False, q, args.deterministic)
     if args.block_mask is None:
         return None
     checks.refuse_with_mask(OP, args)

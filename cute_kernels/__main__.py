@@ -19,20 +19,31 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+try:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+except ModuleNotFoundError as error:
+    print("cute-kernels: the command line requires rich; run pip install rich", file=sys.stderr)
+    raise SystemExit(2) from error
 
 from . import __version__
 from .arch import ARCHS, MMA_M, arch_named
 from .dtypes import NAMES, OPERANDS
-from .report import print_report, row_of
+from .report_tables import print_report, row_of
 from .runtime import keys, record
 from .runtime.bundle import BundleWriter
 from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
 from .runtime.families import Request, bundle_facts, families, family_of, known_ops, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
-from .runtime.packages import PackageError
+from .runtime.packages import PackageError, top_of
 from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kernel
 
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
@@ -189,7 +200,7 @@ def requested(args: argparse.Namespace) -> list:
     if args.calls is not None:
         if options:
             args.parser.error(f"--calls names all kernels; leave out the options {', '.join(options)}")
-        packages = {type(family).__module__.partition(".")[0] for family in families()}
+        packages = {top_of(type(family).__module__) for family in families()}
         return [facts for facts in record.read(args.calls, packages) if facts.arch in (archs or [facts.arch])]
     if not archs:
         args.parser.error("the following arguments are required: --arch, or --calls")

@@ -80,7 +80,7 @@ def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:
         print(report)
         print(report.sass)
     """
-    from .report import report_of_kernel  # imports rich, for tables
+    from .report import report_of_kernel
 
     plan = explain(op, *args, arch=arch, **kwargs)
     if plan.facts is None:

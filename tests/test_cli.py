@@ -481,3 +481,12 @@ def test_messages_of_the_compiler_are_plain_and_short():
 
     error = attempt(fail, "item").error
     assert error.startswith("RuntimeError: bad x") and len(error) < 2000
+
+
+def test_without_rich():
+    """The command line says what to install; the library needs no rich."""
+    code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_module('cute_kernels', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (
+        done.returncode == 2 and done.stderr == "cute-kernels: the command line requires rich; run pip install rich\n"
+    )

@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from . import keys, record
 from .bundle import Bundle, BundleError, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
@@ -59,10 +57,10 @@ class CacheStats:
 
 
 def cache_directory() -> Path:
-    """The folder named by the environment, or the platform's cache folder."""
+    """The folder named by the environment, or cute-kernels in the user's cache folder (XDG)."""
     if named := os.environ.get(DIRECTORY_VARIABLE):
         return Path(os.path.expanduser(named))
-    return Path(platformdirs.user_cache_dir("cute-kernels", appauthor=False))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "cute-kernels")
 
 
 class KernelCache:

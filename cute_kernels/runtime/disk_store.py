@@ -16,7 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import filelock
+try:
+    import filelock
+except ModuleNotFoundError:
+    filelock = None  # type: ignore[assignment]
 
 LOG = logging.getLogger("cute_kernels.cache")
 
@@ -111,7 +114,8 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Keep other processes from compiling the same entry. If locking fails they may, and the last one wins."""
+        """Keep other processes from compiling the same entry. If locking fails, or without filelock, they may, and the
+        last one wins."""
         lock = self._acquire(key)
         try:
             yield
@@ -120,7 +124,7 @@ class Store:
                 lock.release()
 
     def _acquire(self, key: str) -> filelock.BaseFileLock | None:
-        if not self._writable:
+        if not self._writable or filelock is None:
             return None
         path = self.path(key).with_suffix(".lock")
         try:

@@ -17,7 +17,7 @@ from ..tile import barriers
 from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
-from .packages import PackageError, import_module, is_own
+from .packages import PackageError, import_module, is_own, top_of
 
 GROUP = "cute_kernels.families"
 VARIABLE = "CUTE_KERNELS_FAMILIES"
@@ -194,7 +194,7 @@ def load_all() -> None:
             continue
         before, imported = len(_REGISTRY), name in sys.modules
         module = import_module(name)
-        package = name.partition(".")[0]
+        package = top_of(name)
         if len(_REGISTRY) == before and not imported and package not in _packages():
             raise PackageError(
                 f"{name}, named by {source}, registers no kernel family: {getattr(module, '__file__', module)} was "
@@ -204,4 +204,4 @@ def load_all() -> None:
 
 def _packages() -> set[str]:
     """Packages whose families are registered."""
-    return {type(family).__module__.partition(".")[0] for family in families()}
+    return {top_of(type(family).__module__) for family in families()}

@@ -12,25 +12,32 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of the three packages, such as site-packages
-PACKAGES = ("cute_kernels", "sparse_collective", "attention")
+PREFIX = __name__.removesuffix("cute_kernels.runtime.packages")  # "PACKAGE." if they are parts of a package, as in hub/
+PACKAGES = tuple(PREFIX + name for name in ("cute_kernels", "sparse_collective", "attention"))
 
 
 class PackageError(ImportError):
     """A package of kernel families cannot be used: another module has its name, or it registers no family."""
 
 
+def top_of(module: str) -> str:
+    """The top-level package of a module's name: the one of PACKAGES that it belongs to, or the first part."""
+    prefix = PREFIX if module.startswith(PREFIX) else ""
+    return prefix + module[len(prefix) :].partition(".")[0]
+
+
 def folder_of(package: str) -> Path | None:
     """The folder of one of PACKAGES, or of a package in it; None if it is not installed. Imports nothing."""
-    folder = ROOT.joinpath(*package.split("."))
-    return folder if package.partition(".")[0] in PACKAGES and (folder / "__init__.py").is_file() else None
+    folder = ROOT.joinpath(*package.removeprefix(PREFIX).split("."))
+    return folder if top_of(package) in PACKAGES and (folder / "__init__.py").is_file() else None
 
 
 def is_own(module: ModuleType | None) -> bool:
     """True if an imported module belongs to PACKAGES."""
     file = getattr(module, "__file__", None)
-    if module is None or not isinstance(file, str) or module.__name__.partition(".")[0] not in PACKAGES:
+    if module is None or not isinstance(file, str) or (top := top_of(module.__name__)) not in PACKAGES:
         return False
-    return Path(os.path.realpath(file)).is_relative_to(ROOT / module.__name__.partition(".")[0])
+    return Path(os.path.realpath(file)).is_relative_to(ROOT / top.removeprefix(PREFIX))
 
 
 def import_module(name: str) -> ModuleType:
@@ -39,7 +46,7 @@ def import_module(name: str) -> ModuleType:
     Raises:
         PackageError: another module of that name is already imported.
     """
-    package = name.partition(".")[0]
+    package = top_of(name)
     folder = folder_of(package)
     if folder is None:
         return importlib.import_module(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..runtime.packages import PACKAGES, folder_of
+from ..runtime.packages import PACKAGES, folder_of, top_of
 
 LIBRARIES = ("torch", "math", "numpy", "operator", "builtins", *PACKAGES)
 _STANDARD_FOLDER = sysconfig.get_path("stdlib")
@@ -21,10 +21,10 @@ _STANDARD = {m.__name__: getattr(m, "__file__", None) for m in (math, operator)}
 
 def library(name) -> types.ModuleType | None:
     """The imported module of this name, if it is one of LIBRARIES or a part of one."""
-    if not isinstance(name, str) or name.partition(".")[0] not in LIBRARIES:
+    if not isinstance(name, str) or (top := top_of(name)) not in LIBRARIES:
         return None
     module = sys.modules.get(name)
-    if module is None or not _lies_in_library(name.partition(".")[0], getattr(module, "__file__", None)):
+    if module is None or not _lies_in_library(top, getattr(module, "__file__", None)):
         return None
     return module
 
@@ -58,8 +58,9 @@ def library_module(module: types.ModuleType) -> bool:
     name = module.__name__
     if library(name) is module:
         return True
-    top, *parts = name.split(".")
+    top = top_of(name)
     reached = library(top)
+    parts = filter(None, name[len(top) + 1 :].split("."))
     for part in parts if reached is not None else ():
         reached = getattr(reached, part, None)
     return reached is module

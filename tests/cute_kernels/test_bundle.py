@@ -162,9 +162,10 @@ class TestTrust:
         assert "can be written by others" in caplog.text and not list(folder.rglob("*.o"))
 
     def test_without_a_home_folder_none_is_made_here(self, folder, build, caplog, monkeypatch):
-        """A user without a name, as `docker run --user 4242` has it: the system's cache folder begins with ~ then."""
+        """A user without a name, as `docker run --user 4242` has it: the cache folder begins with ~ then."""
         monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
-        monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/cute-kernels")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
         monkeypatch.chdir(folder)
         assert is_function(KernelCache().get(Facts(), build(Facts())))
         assert not list(folder.iterdir()) and caplog.text.count("home folder of this user is unknown") == 1
