@@ -41,7 +41,7 @@ def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Ca
 
     def run(device: torch.device) -> dict:
         world, rank = dist.get_world_size(), dist.get_rank()
-        mesh = init_device_mesh("cuda", (world,))
+        mesh = init_device_mesh(device.type, (world,))
         ffn = SwiGLU(DIM, HIDDEN, density=DENSITY, device=device, dtype=torch.bfloat16).train(training)
         deal = deal_hidden(ffn.gate_up, ffn.down, world)
         layout = Shard(0) if sequence else Replicate()
@@ -91,7 +91,7 @@ def fsdp_step(device: torch.device) -> dict:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in (alone, model)]
 
     def step(which: Decoder, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = which.loss(tokens)
         loss.backward()
         optimizer.step()

@@ -22,7 +22,7 @@ from sparse_collective.distributed import (
     distribute_bsr,
     full_state_dict,
 )
-from sparse_collective.nn import BsrGroupedLinear, BsrLinear, SwiGLU
+from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, prune_
 
 
 def dtype_of(device):
@@ -248,6 +248,61 @@ def experts(device):
         near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
 
 
+def mixture(device):
+    mesh, more = mesh_of(device), {"group_rows": 64, "device": device, "dtype": dtype_of(device)}
+    for one_pattern in (True, False):
+        alone = BsrMixtureOfExperts(
+            128, 256, 3, 2, False, (32, 32), density=0.4, one_pattern=one_pattern, **more
+        )  # fmt: skip
+        model = copy.deepcopy(alone)
+        deal = deal_hidden([model.gate, model.up], model.down, mesh.size())
+        column, row = BsrColwiseParallel(deal=deal), BsrRowwiseParallel(deal=deal)
+        parallelize_module(model, mesh, {"gate": column, "up": column, "down": row})
+        compare(model, alone, [normal(40, 128, device=device)])
+        for name in ("gate", "up", "down"):
+            values_agree(model.get_submodule(name), alone.get_submodule(name))
+        near(model.router.weight.grad, alone.router.weight.grad)
+
+
+def compiled(device):
+    """Tensor-parallel layers under torch.compile: results and gradients of eager calls."""
+    torch._dynamo.reset()
+    mesh, x = mesh_of(device), normal(20, 128, device=device)
+    model = parallelized(pair(device), mesh)
+    expected = model(x)
+    expected.float().square().sum().backward()
+    gradients = [p.grad.to_local().clone() for p in model.parameters()]
+    model.zero_grad()
+    found = torch.compile(model, backend="aot_eager")(x)
+    found.float().square().sum().backward()
+    near(found, expected)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        near(p.grad.to_local(), gradient)
+
+
+def refused(device):
+    """Layers, layouts and deals that no style can split."""
+    mesh, more = mesh_of(device), {"density": 0.5, "device": device, "dtype": dtype_of(device)}
+    torch.manual_seed(dist.get_rank())
+    column, row = BsrColwiseParallel(), BsrRowwiseParallel()
+    layer = BsrLinear(128, 128, False, (32, 32), **more)
+    raises(RuntimeError, "the pattern of the layer differs between ranks", parallelize_module, layer, mesh, column)
+    torch.manual_seed(0)
+    swiglu = SwiGLU(128, 256, False, (32, 32), **more)
+    raises(ValueError, "the gate of a GatedBsrLinear", parallelize_module, swiglu.gate_up, mesh, row)
+    deal = deal_hidden(swiglu.gate_up, swiglu.down, mesh.size())
+    raises(ValueError, "the deal is of 256", parallelize_module, BsrLinear(128, 128, **more, blocksize=(32, 32)), mesh,
+           BsrRowwiseParallel(deal=deal))  # fmt: skip
+    uneven = deal_hidden(swiglu.gate_up, swiglu.down, 3)
+    raises(ValueError, "equal, contiguous ranges", parallelize_module, swiglu.gate_up, mesh,
+           BsrColwiseParallel(deal=uneven, output_layouts=Replicate()))  # fmt: skip
+    raises(TypeError, "deal is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
+           BsrColwiseParallel(deal=deal))  # fmt: skip
+    layer = parallelize_module(BsrLinear(128, 128, False, (32, 32), **more), mesh, column)
+    raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
+    raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
+
+
 def parallelized(alone, mesh, **options):
     """A copy of a SwiGLU or of a pair, over a mesh."""
     model = copy.deepcopy(alone)
@@ -344,6 +399,9 @@ CHECKS = [
     inputs_of_a_row,
     gated,
     experts,
+    mixture,
+    compiled,
+    refused,
     optimized,
     states,
     with_fully_shard,

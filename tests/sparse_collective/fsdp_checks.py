@@ -235,6 +235,32 @@ def full_state(device):
     agree(other, alone)
 
 
+def made_on_the_meta_device(device):
+    """Sharded without memory, then filled from a checkpoint or from rank 0's state."""
+    alone, _ = models(device)["each layer"]
+    folder, x = same_folder(), normal(8, 128, device=device)
+    dcp.save(alone.state_dict(), checkpoint_id=folder)
+    for source in ("checkpoint", "rank 0"):
+        with torch.device("meta"):
+            more = {"device": "meta", "dtype": dtype_of(device)}
+            model = nn.Sequential(
+                BsrLinear(128, 96, True, (32, 32), density=0.42, activation="silu", **more),
+                BsrLinear(96, 128, True, (32, 32), density=0.5, **more),
+            )
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).to_empty(device=device)
+        if source == "checkpoint":
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state)
+        else:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, alone.state_dict() if dist.get_rank() == 0 else {}, options=options)
+        agree(model, alone)
+        near(model(x), alone(x))
+
+
 def same_folder() -> str:
     found = [tempfile.mkdtemp(prefix="cute-kernels-checkpoint-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
@@ -283,4 +309,5 @@ CHECKS = [
     data_parallel,
     full_state,
     checkpoints,
+    made_on_the_meta_device,
 ]

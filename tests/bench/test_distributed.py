@@ -1,0 +1,37 @@
+"""Rows of `python -m bench distributed` on the CPU, small: each runs, in two processes with gloo."""
+
+from bench import cases_distributed as cases
+from bench import distributed
+
+from ..ranks import Ranks
+
+SMALL = {"TOKENS": 64, "DIM": 128, "HIDDEN": 512, "WINDOWS": 2}
+DECODER = cases.Shape(64, 256, 2, 4, 32, 16, 0.25)
+
+
+def rows_run(device):
+    """Every call of every row runs once; times are not taken."""
+
+    def once(calls, **_):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 1.0)
+
+    for name, value in (SMALL | {"DECODER": DECODER, "timed": once}).items():
+        setattr(cases, name, value)
+    for row in cases.rows():
+        entry = {"name": row.name, "ranks": 2, **row.run(device)}
+        assert "ms 1" in distributed.line(entry)
+
+
+def test_rows():
+    ranks = Ranks(2)
+    try:
+        ranks.run(f"{__name__}:rows_run")
+    finally:
+        ranks.close()
+
+
+def test_without_gpus(capsys):
+    assert distributed.run(distributed.argparse.Namespace(ranks=[1024], only="", out=None)) == 2
+    assert "needs at least 1024 CUDA GPUs" in capsys.readouterr().out
