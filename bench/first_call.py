@@ -1,7 +1,8 @@
 """`python -m bench.first_call`: seconds of the first call of common uses, in fresh processes.
 
-cold: no kernel is cached, so the call compiles. warm: the kernels are in the disk cache. Both include planning and the
-first launch, not the imports, whose time is a row of its own. Results go to <out>/<card>/first-call.json.
+cold: no kernel is cached, so the call compiles. disk: the kernels are in the disk cache. bundle: they are in a bundle.
+warm_up: time of warm_up without a cache, and then of the call in the same process. All include planning and the first
+launch, not the imports, whose time is printed below. Results go to <out>/<card>/first-call.json.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import time, json
 start = time.perf_counter()
 import torch
 torch_s = time.perf_counter() - start
-from cute_kernels import Sparse24, gemm, prune_2_4, quantize
+from cute_kernels import gemm, quantize, warm_up
 from sparse_collective import BsrMatrix, bsr_linear
 from sparse_collective.nn import BsrLinear, SwiGLU
 from attention import attention, block_sparse_attention, patterns
@@ -47,18 +48,24 @@ USES = {
     "attention, decode": "attention(q[:, :, :1], k, v, seqused_k=lengths)",
     "block_sparse_attention, a window": "block_sparse_attention(q, k, v, mask)",
 }
+WARM_UP = """
+start = time.perf_counter()
+warm_up(lambda: {call}, (), progress=False)
+warm_up_s = time.perf_counter() - start
+"""
 TAIL = """
 start = time.perf_counter()
 {call}
 torch.cuda.synchronize()
-print(json.dumps([torch_s, import_s, time.perf_counter() - start]))
+print(json.dumps([torch_s, import_s, time.perf_counter() - start, warm_up_s]))
 """
 
 
-def seconds(call: str, cache: str) -> list[float]:
-    """[import of torch, import of the packages, the call], in a process of its own."""
-    environment = os.environ | {"CUTE_KERNELS_CACHE_DIR": cache}
-    command = [sys.executable, "-W", "ignore", "-c", SETUP + TAIL.format(call=call)]
+def seconds(call: str, cache: str, *, warm_up: bool = False, **environment: str) -> list[float]:
+    """[import of torch, import of the packages, the call, warm_up before it], in a process of its own."""
+    environment = os.environ | {"CUTE_KERNELS_CACHE_DIR": cache} | environment
+    before = WARM_UP if warm_up else "warm_up_s = 0.0"
+    command = [sys.executable, "-W", "ignore", "-c", SETUP + (before + TAIL).format(call=call)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -72,16 +79,30 @@ def main(argv: list[str] | None = None) -> None:
     rows, imports = [], []
     with tempfile.TemporaryDirectory() as cache:
         seconds("gemm(a, b)", cache)  # the files of torch and of CuTe DSL are read from disk once
-    for name, call in USES.items():
-        with tempfile.TemporaryDirectory() as cache:
-            cold = seconds(call, cache)
-            warm = min((seconds(call, cache) for _ in range(2)), key=lambda times: times[2])
-        imports += [cold[:2], warm[:2]]
-        rows.append({"use": name, "cold_s": round(cold[2], 2), "warm_s": round(warm[2], 3)})
+    with tempfile.TemporaryDirectory() as folder:
+        calls, bundle = f"{folder}/calls", f"{folder}/bundle"
+        for name, call in USES.items():
+            with tempfile.TemporaryDirectory() as cache:
+                cold = seconds(call, cache, CUTE_KERNELS_RECORD=calls)
+                disk = min((seconds(call, cache) for _ in range(2)), key=lambda times: times[2])
+            with tempfile.TemporaryDirectory() as cache:
+                warmed = seconds(call, cache, warm_up=True)
+            imports += [cold[:2], disk[:2]]
+            times = {"cold_s": cold[2], "disk_s": disk[2], "warm_up_s": warmed[3], "after_warm_up_s": warmed[2]}
+            rows.append({"use": name, **times})
+        command = [sys.executable, "-m", "cute_kernels", "compile", "--calls", calls, "--out", bundle]
+        subprocess.run(command, check=True)
+        for row in rows:
+            runs = (
+                seconds(USES[row["use"]], folder, CUTE_KERNELS_BUNDLE=bundle, CUTE_KERNELS_CACHE="0") for _ in range(2)
+            )
+            row["bundle_s"] = min(times[2] for times in runs)
     torch_s, import_s = (round(sorted(column)[len(column) // 2], 2) for column in zip(*imports))
-    table = grid(["first call"], ["cold, s", "warm, s"])
+    table = grid(["first call, seconds"], ["cold", "disk", "bundle", "warm_up", "and then"])
+    columns = "cold_s", "disk_s", "bundle_s", "warm_up_s", "after_warm_up_s"
     for row in rows:
-        table.add_row(row["use"], f"{row['cold_s']:.2f}", f"{row['warm_s']:.3f}")
+        row |= {name: round(row[name], 3) for name in columns}
+        table.add_row(row["use"], *(f"{row[name]:.2f}" for name in columns))
     console = make_console(80)
     console.print(table)
     console.print(f"import of torch {torch_s} s, of the packages {import_s} s more")

@@ -8,11 +8,13 @@ quantize(x, ...)      FP8 values and their scale (Quantized), an operand of gemm
 prune_2_4(w)          keep the 2 largest of every 4 neighbors; Sparse24.from_dense(prune_2_4(w)) is an a of gemm
 KTileSource(at, count) selects the K-tiles that each row tile multiplies: gemm(a, b, source=...)
 functions             elementwise functions for user-defined epilogues
+warm_up(model, call)  compile the kernels that a call of a model needs, in parallel
 load_bundle(folder)   use kernels compiled ahead of time by `python -m cute_kernels compile`
 """
 
 from . import functions
 from .explain import explain, explains, inspect
+from .first_call import warm_up
 from .fp8.quantize import quantize, quantize_gated
 from .fp8.quantized import Quantized
 from .ops import gemm
@@ -35,6 +37,7 @@ __all__ = [
     "prune_2_4",
     "quantize",
     "quantize_gated",
+    "warm_up",
 ]
 __version__ = "0.1.0"
 

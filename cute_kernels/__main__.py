@@ -2,6 +2,7 @@
 
     inspect    compile every kernel configuration and read its machine code; fails if one spills
     compile    write a bundle of compiled kernels for machines that should not compile
+    wheel      pack a bundle into a wheel, which the library finds where it is installed
     cache      print the location and size of the kernel cache; --clear empties it
 
 No command needs a GPU. Results go to stdout, progress and errors to stderr. The exit status is 0, 1 if a kernel
@@ -15,20 +16,11 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 try:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    import rich  # noqa: F401
 except ModuleNotFoundError as error:
     print("cute-kernels: the command line requires rich; run pip install rich", file=sys.stderr)
     raise SystemExit(2) from error
@@ -36,20 +28,21 @@ except ModuleNotFoundError as error:
 from . import __version__
 from .arch import ARCHS, MMA_M, arch_named
 from .dtypes import NAMES, OPERANDS
+from .progress import with_progress
 from .report_tables import print_report, row_of
 from .runtime import keys, record
-from .runtime.bundle import BundleWriter
+from .runtime.bundle import BundleError, BundleWriter
 from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
 from .runtime.families import Request, bundle_facts, families, family_of, known_ops, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
 from .runtime.packages import PackageError, top_of
-from .runtime.parallel import Outcome, compile_object, in_parallel, inspect_kernel
+from .runtime.parallel import compile_object, inspect_kernel
+from .runtime.wheel import write_wheel
 
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
 INDEX_DTYPES = ("int32", "int64")
 INTERRUPTED = 130  # exit status of shells for SIGINT
-LINE_SECONDS = 5  # between two lines of progress
 # Bytes per kernel, and seconds of one process on two cores, averaged over a bundle of 1,458 kernels for sm_90a.
 KERNEL_BYTES, KERNEL_SECONDS = 52_000, 1.4
 EPILOG = f"""\
@@ -144,6 +137,11 @@ def parser() -> argparse.ArgumentParser:
     optional(sub, "--head-dim", "head_dims", positive, map(str, usual.head_dims))
     sub.set_defaults(run=run_compile, parser=sub)
 
+    sub = commands.add_parser("wheel", help="pack a bundle into the wheel cute-kernels-prebuilt")
+    sub.add_argument("bundle", type=Path, metavar="DIR", help="the bundle's folder")
+    sub.add_argument("--out", type=Path, default=Path("dist"), metavar="DIR", help="the wheel's folder (default: dist)")
+    sub.set_defaults(run=run_wheel)
+
     sub = commands.add_parser("cache", help="location and size of the kernel cache")
     sub.add_argument("--clear", action="store_true", help="delete all kernels, of older versions too")
     sub.set_defaults(run=run_cache)
@@ -151,30 +149,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 # -- the commands --------------------------------------------------------------------------------------------
-
-
-def with_progress(what: str, function: Callable, items: list, jobs: int) -> Iterator[Outcome]:
-    """Yield outcomes as they finish, with a progress bar on stderr, or a line every few seconds without a terminal."""
-    console = Console(stderr=True)
-    piped = not console.is_terminal
-    counts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    columns = *counts, TimeElapsedColumn(), TimeRemainingColumn()
-    outcomes = in_parallel(function, items, jobs, own_process=True)
-    with (
-        closing(outcomes),
-        Progress(*columns, console=console, transient=True, disable=piped) as bar,
-    ):
-        task = bar.add_task(what, total=len(items))
-        start = printed = time.monotonic()
-        for done, outcome in enumerate(outcomes, start=1):
-            bar.advance(task)
-            now = time.monotonic()
-            if piped and now - printed >= LINE_SECONDS:
-                printed = now
-                left = (now - start) / done * (len(items) - done) / 60
-                text = f"{what}: {done} of {len(items)} kernels, {now - start:.0f} s, about {left:.1f} minutes left"
-                print(text, file=sys.stderr, flush=True)
-            yield outcome
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -246,6 +220,12 @@ def run_compile(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_wheel(args: argparse.Namespace) -> int:
+    path = write_wheel(args.bundle, args.out, __version__)
+    print(f"{path}: {path.stat().st_size:,} bytes; to use it: pip install {path}")
+    return 0
+
+
 def kernels_in(folders: Iterable[Path]) -> tuple[int, int]:
     """(kernels, bytes of all files)"""
     files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
@@ -275,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         load_all()
         args = parser().parse_args(argv)
         return args.run(args)
-    except (MissingCompiler, MissingDisassembler, PackageError, OSError, record.RecordError) as error:
+    except (MissingCompiler, MissingDisassembler, PackageError, OSError, record.RecordError, BundleError) as error:
         print(f"python -m cute_kernels: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

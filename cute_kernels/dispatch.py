@@ -25,7 +25,7 @@ from .matmul.heuristics import choose
 from .matmul.plan import Plan, along_k, bias_view, launch_views, scale_view, split_view, stage, vector_view, viewed
 from .matmul.precision import check_precision
 from .matmul.problem import Extents, Problem
-from .operand import flatten_batch, folds_into_rows, layout_of_tensor, major
+from .operand import broadcast_shapes, flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
 from .source import check_source
@@ -92,7 +92,7 @@ def plan_gemm(args: GemmArgs, with_z: bool = False) -> Plan:
     if b.shape[-2] != K:
         raise ValueError(f"gemm: a is {tuple(a.shape)} and b {tuple(b.shape)}: {K} columns meet {b.shape[-2]} rows")
     try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"gemm: the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast") from None
     scales = scale_kind("gemm", "scale_a", args.scale_a, a), scale_kind("gemm", "scale_b", args.scale_b, b)

@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+import torch
+
 from .tile.element import VECTOR_BYTES
 
 
@@ -66,6 +68,11 @@ def flatten_batch(tensor, rank: int):
         return tensor.view(shape), False
     except RuntimeError:
         return tensor.reshape(shape), True
+
+
+def broadcast_shapes(*shapes) -> torch.Size:
+    """torch.broadcast_shapes, whose first call imports sympy: half a second or more."""
+    return torch.broadcast_tensors(*[torch.empty(shape, device="meta") for shape in shapes])[0].shape
 
 
 def folds_into_rows(tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 import cute_kernels
 from attention import attention
 from cute_kernels import __main__ as cli
-from cute_kernels import explain, functions, gemm, report
+from cute_kernels import explain, functions, gemm, progress, report
 from cute_kernels.arch import ARCHS
 from cute_kernels.matmul.config import BlockFacts, EpilogueSpec
 from cute_kernels.matmul.family import DENSE, ProductFamily
@@ -51,7 +51,7 @@ def here(monkeypatch):
     def in_this_process(function, items, jobs, own_process):
         return in_parallel(function, items, 1)
 
-    monkeypatch.setattr(cli, "in_parallel", in_this_process)
+    monkeypatch.setattr(progress, "in_parallel", in_this_process)
 
 
 def catalogue_of(monkeypatch, facts):
@@ -230,8 +230,8 @@ def test_names_are_whole_whatever_the_width(monkeypatch, capsys, here, columns):
 
 
 def test_progress_is_in_lines_where_there_is_no_terminal(monkeypatch, capsys, here):
-    monkeypatch.setattr(cli, "LINE_SECONDS", 0)
-    assert len(list(cli.with_progress("inspecting", int, ["1", "2", "x"], 1))) == 3
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    assert len(list(progress.with_progress("inspecting", int, ["1", "2", "x"], 1))) == 3
     assert capsys.readouterr().err.startswith("inspecting: 1 of 3 kernels, 0 s, about 0.0 minutes left\n")
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import NAMES, accumulator
-from ..runtime.device import device_arch
+from ..runtime.device import collected, device_arch
 from ..runtime.families import function_for, unsupported
 from ..traced.derivative import derivative, followed_by
 from ..traced.evaluate import evaluate
@@ -31,8 +31,16 @@ def epilogue_gradient(
     """
     cols = dy.shape[-1] if dy.dim() else 1
     function = None
-    if dy.is_cuda and dy.dtype is saved.dtype and cols % VECTOR == 0 and dy.numel() and not saved.data_ptr() & 15:
-        function, sms = _kernel(activation, program, dy.dtype, sums, dy.get_device())
+    collects = collected() is not None
+    if (
+        (dy.is_cuda or collects)
+        and dy.dtype is saved.dtype
+        and cols % VECTOR == 0
+        and dy.numel()
+        and not saved.data_ptr() & 15
+    ):
+        find = _kernel.__wrapped__ if collects else _kernel
+        function, sms = find(activation, program, dy.dtype, sums, dy.get_device())
     if function is None:
         return _by_torch(dy, saved, derivative_of(activation, program), sums)
     dy = dy.contiguous()

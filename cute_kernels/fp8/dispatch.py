@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import FLOAT8, NAMES
-from ..runtime.device import device_arch, plans_kernel
+from ..runtime.device import collected, device_arch, plans_kernel
 from ..runtime.families import function_for, unsupported
 from ..runtime.torch_compat import dispatch_modes, functorch_active
 from . import family  # noqa: F401 (importing it registers the family)
@@ -59,10 +59,11 @@ def _readable(x: Tensor) -> bool:
     """True if type, dtype, device, address and size of x allow a kernel to read it."""
     if torch.compiler.is_compiling() or not plans_kernel(x.device) or x.device.type == "meta":
         return False
-    if functorch_active() or dispatch_modes():
-        return False
-    if type(x) is not Tensor:  # fake tensors and other subclasses without memory
-        return False
+    if collected() is None:
+        if functorch_active() or dispatch_modes():
+            return False
+        if type(x) is not Tensor:  # fake tensors and other subclasses without memory
+            return False
     try:
         return x.dtype in NAMES and x.data_ptr() & 15 == 0 and x.numel() < 1 << 31
     except RuntimeError:  # a torch.func wrapper has no data_ptr

@@ -6,6 +6,8 @@ bundle that does not match raises an error with the reason, instead of silently 
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from .trust import UntrustedFolder, insist_on_trust
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+GROUP = "cute_kernels.bundles"  # entry points: packages whose folder is a bundle
 
 
 class BundleError(ValueError):
@@ -77,6 +80,17 @@ class Bundle:
         except (OSError, KeyError, TypeError) as error:
             raise CorruptEntry(f"{type(error).__name__}: {error}") from error
         return path, entry
+
+
+def installed_bundles() -> dict[str, Path]:
+    """The bundles that installed distributions contain: name and version of the distribution -> folder."""
+    found = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        package, distribution = importlib.util.find_spec(point.value), point.dist
+        name = point.name if distribution is None else f"{distribution.name} {distribution.version}"
+        if package is not None and package.submodule_search_locations:
+            found[name] = Path(package.submodule_search_locations[0])
+    return found
 
 
 class BundleWriter:

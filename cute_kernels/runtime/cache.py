@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import keys, record
-from .bundle import Bundle, BundleError, write_bundle
+from .bundle import Bundle, BundleError, installed_bundles, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
 from .device import assumed
 from .disk_store import LOG, CorruptEntry, Store, warn_of_no_disk
@@ -105,6 +105,24 @@ class KernelCache:
         self._memory_hits += 1
         return function
 
+    def has(self, facts: Any) -> bool:
+        """Load the kernel from a bundle or the disk if it is not in memory; False if it must be compiled."""
+        key = self.key(facts)
+        store, key_lock = self._store_and_lock(key)
+        with key_lock:
+            function = self._found(store, key)
+            if function is not None:
+                self._remember(key, facts, function)
+        return function is not None
+
+    def add(self, facts: Any, data: bytes, metadata: Mapping[str, Any], seconds: float) -> None:
+        """Add a kernel that another process compiled in so many seconds: an object with the function
+        `keys.function_name(key)`, and its metadata."""
+        key = self.key(facts)
+        store, key_lock = self._store_and_lock(key)
+        with key_lock, store.lock(key):
+            self._remember(key, facts, self._save(store, key, facts, data, metadata, seconds))
+
     def metadata(self, facts: Any) -> Mapping[str, Any]:
         """Metadata returned by `build` for a kernel that `get` has returned, even if another process built it."""
         return self._metadata[self.key(facts)]
@@ -141,27 +159,36 @@ class KernelCache:
         if assumed() is not None:
             return _not_compiled
         key = self.key(facts)
-        with self._guard:
-            store = self._set_up()
-            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        store, key_lock = self._store_and_lock(key)
         with key_lock:
-            function = self._functions.get(key)
-            if function is not None:
-                self._memory_hits += 1
-            else:
-                function = self._from_bundles(key)
-                if function is None:
-                    function = self._from_disk(store, key)
-                if function is None:
-                    function = self._compile(store, key, facts, build)
-                self._functions[key] = function
-            if _compares_by_value(facts):
-                self._memory[facts] = function
-        record.note(facts)
+            function = self._found(store, key)
+            if function is None:
+                function = self._compile(store, key, facts, build)
+            self._remember(key, facts, function)
         return function
 
+    def _store_and_lock(self, key: str) -> tuple[Store, threading.Lock]:
+        """The store, and the lock to hold while the entry is loaded or compiled."""
+        with self._guard:
+            return self._set_up(), self._key_locks.setdefault(key, threading.Lock())
+
+    def _found(self, store: Store, key: str) -> Any:
+        """The function of a kernel that is in memory, in a bundle or on disk, otherwise None."""
+        function = self._functions.get(key)
+        if function is not None:
+            self._memory_hits += 1
+            return function
+        function = self._from_bundles(key)
+        return self._from_disk(store, key) if function is None else function
+
+    def _remember(self, key: str, facts: Any, function: Any) -> None:
+        self._functions[key] = function
+        if _compares_by_value(facts):
+            self._memory[facts] = function
+        record.note(facts)
+
     def _set_up(self) -> Store:
-        """Find the folder and the environment's bundles, at the first miss, since this imports the DSL."""
+        """Find the folder, and the environment's and installed bundles, at the first miss: this imports the DSL."""
         if self._store is None:
             self._store = Store(self._folder(), self._lock_timeout)
             for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):
@@ -169,6 +196,11 @@ class KernelCache:
                     self._bundles.append(Bundle(named))
                 except BundleError as error:
                     LOG.warning("%s: %s", BUNDLE_VARIABLE, error)
+            for name, folder in installed_bundles().items():
+                try:
+                    self._bundles.append(Bundle(folder))
+                except BundleError as error:
+                    LOG.warning("the kernels of %s are not used: %s, or uninstall it", name, error)
         return self._store
 
     def _folder(self) -> Path | None:
@@ -218,19 +250,22 @@ class KernelCache:
             if function is not None:
                 return function
             start = time.perf_counter()
-            name = keys.function_name(key)
-            data, metadata = build_object(build, name)
-            self._count(compiles=1, compile_seconds=time.perf_counter() - start)
-            sidecar = {
-                "facts": keys.facts_text(facts),
-                "arch": keys.target_of(facts),
-                "versions": dict(keys.versions()),
-                "host": keys.host_cpu(),
-                "metadata": metadata,
-            }
-            store.save(key, data, sidecar)
+            data, metadata = build_object(build, keys.function_name(key))
+            return self._save(store, key, facts, data, metadata, time.perf_counter() - start)
+
+    def _save(self, store: Store, key: str, facts: Any, data: bytes, metadata: Mapping, seconds: float) -> Any:
+        """Write a compiled kernel to the disk, and load it."""
+        self._count(compiles=1, compile_seconds=seconds)
+        sidecar = {
+            "facts": keys.facts_text(facts),
+            "arch": keys.target_of(facts),
+            "versions": dict(keys.versions()),
+            "host": keys.host_cpu(),
+            "metadata": metadata,
+        }
+        store.save(key, data, sidecar)
         self._metadata[key] = metadata
-        return load_bytes(data, name)
+        return load_bytes(data, keys.function_name(key))
 
     def _load(self, key: str, path: Path, entry: Mapping[str, Any], counter: str) -> Any:
         start = time.perf_counter()

@@ -12,6 +12,7 @@ import torch
 
 from .. import checks
 from ..overlap import extent
+from .device import collected
 from .front import check_plain
 from .torch_compat import TensorGuards, current_device, empty_on_cuda, increment_version
 
@@ -151,18 +152,20 @@ class PlanCache(Generic[Plan]):
             front.NeedsDispatcher: only the registered op supports the call.
         """
         operands = tensors[: self.operands]
-        check_plain(op, tensors)
+        caches = collected() is None
+        if caches:
+            check_plain(op, tensors)
         try:
             at = [0 if t is None else t.data_ptr() & 15 for t in (*(*operands, operands[-1])[:3], out)]
             terms = (terms, *at) if terms and any(at) else terms
-            key = terms and (terms, *(_metadata(t) for t in tensors))
-            plan = self.plans.get(key)
+            key = (terms, *(_metadata(t) for t in tensors)) if terms and caches else None
+            plan = None if key is None else self.plans.get(key)
         except (AttributeError, IndexError, TypeError, RuntimeError):
             key = plan = None  # `make` raises the error
         if plan is None:
             plan = make()
         checks.check_no_grad(op, *(t for t in tensors if t is not out))
-        if out is not None:
+        if out is not None and caches:
             checks.check_out(op, out, (*operands, *tensors[self.operands + 1 :]), residual)
             plan.spans = spans_of(out, tensors, self.operands, plan.spans)
         if key is not None:

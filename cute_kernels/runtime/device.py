@@ -78,6 +78,22 @@ def assume(arch: str, sms: int | None = None):
         _ASSUMED.reset(token)
 
 
+_COLLECTED: contextvars.ContextVar[dict | None] = contextvars.ContextVar("cute_kernels_collected", default=None)
+collected = _COLLECTED.get
+
+
+@contextlib.contextmanager
+def collecting():
+    """Context manager in which requested kernels are noted, and neither compiled nor launched; yields a dict whose keys
+    are their facts. Plans are not cached."""
+    facts: dict = {}
+    token = _COLLECTED.set(facts)
+    try:
+        yield facts
+    finally:
+        _COLLECTED.reset(token)
+
+
 def plans_kernel(device: torch.device) -> bool:
     """True if calls with tensors on this device run a kernel; other calls run the torch reference."""
     return device.type == "cuda" or assumed() is not None

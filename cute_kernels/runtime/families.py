@@ -17,6 +17,7 @@ from ..tile import barriers
 from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
+from .device import collected
 from .packages import PackageError, import_module, is_own, top_of
 
 GROUP = "cute_kernels.families"
@@ -160,7 +161,14 @@ def compile_kernel(facts: Any, *, keep_cubin: bool = False) -> Built:
 
 def function_for(facts: Any):
     """The kernel's function, from memory, a bundle or the disk, or compiled now."""
+    if (noted := collected()) is not None:
+        noted[facts] = None
+        return _no_launch
     return default_cache().get(facts, lambda: compile_kernel(facts))
+
+
+def _no_launch(*_arguments) -> None:
+    """The function of a kernel whose facts are collected."""
 
 
 def known_ops() -> tuple[str, ...]:

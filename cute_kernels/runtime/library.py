@@ -6,11 +6,14 @@ by then.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from . import transforms
 from .torch_compat import count_flops, functorch_active, lower_to_function, schema_arguments
+
+IMPLEMENTATIONS: dict[Any, Callable] = {}  # registered op -> the function of its arguments that runs it eagerly
 
 
 def by_name(run: Callable, inputs: str, terms: str, out: str) -> Callable:
@@ -65,6 +68,7 @@ def register(
     at = len(inputs.split(","))
     schema = f"({inputs}, Tensor(a{at}!) out, {terms}) -> {rest}"
     op = torch.library.custom_op(f"{name}_out", write, mutates_args=("out",), schema=schema)
+    IMPLEMENTATIONS[_packet(f"{name}_out").default] = write
     op.register_fake(_before_lowering(f"{name}_out", write, fake_write))
 
 
@@ -99,6 +103,7 @@ def define(
 ) -> None:
     """Register an op with positional arguments that allocates its outputs; vmap runs it once per batch item."""
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    IMPLEMENTATIONS[_packet(name).default] = run
     op.register_fake(_before_lowering(name, run, fake))
     op.register_vmap(transforms.loop(op))
     if gradient is not None:

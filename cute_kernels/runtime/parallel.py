@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -89,11 +90,14 @@ class WorkerPool(ProcessPoolExecutor):
     """Process pool that can be stopped at once; an interrupted compilation would run on for seconds."""
 
     def submit(self, function, /, *args, **kwargs):
-        # A process may be started here and inherits this mask, so that only the parent handles Ctrl-C.
+        # A process may be started here and inherits this mask, so that only the parent handles Ctrl-C. It would run the
+        # parent's script again, up to `if __name__ == "__main__"`, if it found a __main__ with a file.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        script, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
             return super().submit(function, *args, **kwargs)
         finally:
+            sys.modules["__main__"] = script
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

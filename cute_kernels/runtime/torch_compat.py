@@ -19,7 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad  # ._current_level is -1 outside of a dual level
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 # Compares the metadata of tensors in one C++ call. Without it call_plan.py compares in Python; calls take 2 us longer.
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -69,6 +69,7 @@ __all__ = [
     "schema_of",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_structure",
     "tree_unflatten",
     "value_of",
@@ -103,6 +104,20 @@ def in_graph_trace() -> bool:
 def without_modes():
     """A context without TorchDispatchModes."""
     return _disable_current_modes()
+
+
+def fake_tensor_mode():
+    """A FakeTensorMode that also accepts tensors with memory. Importing it takes a second."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode, tensor: Tensor) -> Tensor:
+    """The fake tensor of a FakeTensorMode with the metadata of `tensor`, always the same; a fake tensor itself."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 def overrides_dispatch(tensor: Tensor) -> bool:
@@ -300,7 +315,6 @@ def lower_to_function(op: OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
     from torch._library.utils import get_layout_constraint_tag
-    from torch.utils._pytree import tree_map
 
     def kept(x):
         if not isinstance(x, ir.TensorBox) or x.get_dtype().is_floating_point:

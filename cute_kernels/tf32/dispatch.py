@@ -6,7 +6,7 @@ from torch import Tensor
 from ..matmul import precision
 from ..matmul.precision import PARTS, SMALL_OF_A, SMALL_OF_B
 from ..operand import flatten_batch
-from ..runtime.device import assumed, device_arch
+from ..runtime.device import assumed, collected, device_arch
 from ..runtime.families import function_for
 from ..tile.element import VECTOR_BYTES, element_of
 from . import family  # noqa: F401 (importing it registers the family)
@@ -45,6 +45,8 @@ def along_k(x: Tensor) -> Tensor | None:
 def _on_gpu(x: Tensor) -> bool:
     """True if a kernel can run: a plan for a GPU that is assumed copies nothing by it on the one that is there. The
     kernels number vectors of 16 bytes in 32 bits."""
+    if collected() is not None:
+        return x.numel() <= MOST_ELEMENTS
     return x.is_cuda and x.numel() <= MOST_ELEMENTS and (assumed() is None or x.device.type != "cuda")
 
 

@@ -41,6 +41,7 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Where no line of the user's is
 OTHERS = PACKAGE, TORCH, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "functions.py")
+MOST_ONES = 4096  # elements
 LINE = 100  # characters of a source line in a message
 INSTEAD = (
     "its value is not known while the function is compiled. Write torch.where(condition, x, y) for a branch or a "
@@ -97,6 +98,7 @@ def trace(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int
         TraceError: it does what a kernel cannot, captures a tensor of another device, or returns something other than
             one tensor of the inputs' shape.
     """
+    Recorder.__torch_dispatch__ = UNSEEN_BY_DYNAMO if "torch._dynamo" in sys.modules else Recorder.record
     recorder = Recorder(what, inputs, shape, torch.empty(0, device=device).device)  # "cuda" with its number
     # Recorder knows its results by id; a subclass's __torch_function__ would return other objects in their place.
     with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass(), recorder, _Values(recorder):
@@ -133,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def traced(self, tensor) -> bool:
         return isinstance(tensor, Tensor) and id(tensor) in self.known
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def record(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         flat = tree_leaves((args, kwargs))
         if not any(self.traced(x) for x in flat):
@@ -146,9 +148,8 @@ class Recorder(TorchDispatchMode):
         whole = args[0] if elements else None
         try:
             parts = [self.operand(x, x is whole) if isinstance(x, Tensor) else x for x in flat]
-            meta = [x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x for x in flat]
-            meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            out = func(*meta_args, **{k: v if k != "device" else "meta" for k, v in meta_kwargs.items()})
+            ones = None if elements else _called_with_ones(func, spec, flat)
+            out = _called_on(func, spec, flat, "meta") if ones is None else ones
             if out.dtype not in DTYPES:
                 raise TypeError(f"its result is {out.dtype}; kernels have {', '.join(TORCH_DTYPES)}")
             if not elements and func not in CONSTANTS and tuple(out.shape) not in (self.shape, ()):
@@ -161,6 +162,8 @@ class Recorder(TorchDispatchMode):
         out = torch.empty(out.shape, dtype=out.dtype, device="meta")
         self.known[id(out)] = out, value
         return out
+
+    __torch_dispatch__ = record
 
     def at_once(self, func, args, kwargs, flat):
         """An operation on captured tensors, or on none: its result is a tensor of the program."""
@@ -257,6 +260,10 @@ class Recorder(TorchDispatchMode):
         raise Refused(f"{self.what}{_user_line()}: {reason}") from cause
 
 
+# Torch wraps the method of a mode, so that Dynamo does not trace it, and imports Dynamo for that, which takes seconds.
+UNSEEN_BY_DYNAMO = Recorder.__torch_dispatch__
+
+
 class _Values(TorchFunctionMode):
     """Refuses what asks for a tensor's value or shape, and makes an index of each index tensor.
 
@@ -317,6 +324,24 @@ def _written(func, args, kwargs) -> list:
     named = {a.name: x for a, x in zip(arguments, args, strict=False)} | kwargs
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+
+
+def _called_on(func, spec, flat: list, device: str) -> Tensor:
+    """An operation on tensors of these shapes and dtypes; on the CPU all elements are 1."""
+    make = torch.empty if device == "meta" else torch.ones
+    tensors = [make(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x for x in flat]
+    args, kwargs = tree_unflatten(tensors, spec)
+    return func(*args, **kwargs | {"device": device} if "device" in kwargs else kwargs)
+
+
+def _called_with_ones(func, spec, flat: list) -> Tensor | None:
+    """_called_on of the CPU, None if that fails. (Many of torch's meta functions import Dynamo: seconds.)"""
+    if sum(x.numel() for x in flat if isinstance(x, Tensor)) > MOST_ONES:
+        return None
+    try:
+        return _called_on(func, spec, flat, "cpu")
+    except Exception:
+        return None
 
 
 def _called(func) -> str:

@@ -5,13 +5,18 @@ Compiled objects are loaded only from folders that no other user can write.
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from cute_kernels.__main__ import main
+from cute_kernels.runtime import keys
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache, UntrustedFolder, write_bundle
 from cute_kernels.runtime.trust import insist_on_trust
+from cute_kernels.runtime.wheel import write_wheel
 
 from .cache_fixtures import Facts, build_fixture, corrupt, environment_fixture, is_function, objects, truncate  # noqa: F401
 
@@ -86,6 +91,48 @@ def test_a_damaged_kernel_of_a_bundle_is_compiled(bundle, build, caplog):
 def test_a_bundle_written_over_another_keeps_nothing_of_it(bundle, build):
     write_bundle(bundle, [(Facts("sm_89"), build(Facts("sm_89")))])
     assert len(list(bundle.glob("*.o"))) == len(Bundle(bundle).entries) == 1
+
+
+@pytest.fixture
+def installed(tmp_path, bundle, monkeypatch):
+    """The folder where a wheel of the bundle is installed."""
+    site = tmp_path / "site"
+    wheel = write_wheel(bundle, tmp_path / "dist", "0.1.0")
+    options = "-q", "--no-deps", "--no-index", "--target"
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, site, wheel], check=True, stdout=sys.stderr)
+    monkeypatch.syspath_prepend(site)
+    return site / "cute_kernels_prebuilt"
+
+
+def test_an_installed_wheel_is_found(tmp_path, installed, build, caplog):
+    cache = KernelCache(tmp_path / "cache")
+    assert is_function(cache.get(Facts(), build(Facts()))) and is_function(cache.get(Facts("sm_80"), build(Facts())))
+    assert cache.stats().bundle_hits == 2 and not build.built and not caplog.text
+    [metadata] = installed.parent.glob("*.dist-info/METADATA")
+    required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist")]
+    versions = {name: number for name, number in sorted(keys.versions().items()) if name != "cuda"}
+    assert required == [f"Requires-Dist: {name}=={n}" for name, n in {"cute-kernels": "0.1.0", **versions}.items()]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (change(sources="0" * 64), "other kernel sources"),
+        (change(versions={"nvidia-cutlass-dsl": "4.7.0"}), "nvidia-cutlass-dsl 4.7.0 instead of"),
+    ],
+)
+def test_an_installed_wheel_that_does_not_fit_is_named_in_one_warning(installed, build, caplog, edit, reason):
+    edit(installed)
+    cache = KernelCache(disk=False)
+    for facts in (Facts(), Facts("sm_80")):
+        assert is_function(cache.get(facts, build(facts)))
+    assert len(build.built) == 2 and caplog.text.count("cute-kernels-prebuilt 0.1.0 are not used") == 1
+    assert reason in caplog.text
+
+
+def test_only_a_bundle_becomes_a_wheel(tmp_path, capsys):
+    assert main(["wheel", str(tmp_path), "--out", str(tmp_path / "dist")]) == 2
+    assert "is not a bundle" in capsys.readouterr().err and not (tmp_path / "dist").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="a system without users")
