@@ -1,4 +1,4 @@
-"""K split among the CTAs of a cluster: which K-tiles each takes, and the exchange of their sums, played on the host."""
+"""K split among the CTAs of a cluster: which K-tiles each takes, and the exchange of their sums."""
 
 from dataclasses import replace
 
@@ -10,16 +10,15 @@ from cute_kernels.arch import ARCHS
 from cute_kernels.k_tiles import DenseSource, split_k_tiles
 from cute_kernels.matmul import candidates, cost
 from cute_kernels.matmul.config import GemmConfig, GemmFacts
-from cute_kernels.matmul.schedules.split_k import Exchange, swaps
 from cute_kernels.runtime.families import unsupported
-from cute_kernels.testing.reference import normal
+from cute_kernels.testing.reference import assert_as_good_as_torch, exact_and_torch, normal, poisoned
 from cute_kernels.tile.element import BITS_16
 from sparse_collective.bsr_gemm.family import in_step
 from sparse_collective.bsr_gemm.k_tiles import BsrSource
 
 from ..conformance import FAMILIES
+from ..emulator.ops import needs_compiler, on_emulator
 from ..host_emulation import numbers
-from ..mbarrier import Barrier, play
 
 BF16 = torch.bfloat16
 HIGH, LOW = candidates.split_sm90(64, ARCHS["sm_90"], BITS_16)
@@ -51,70 +50,20 @@ def test_blocks_whose_width_is_no_multiple_of_a_k_tile():
         assert all(share.count == 0 or numbers(share.at(0).a)[1] == 0 for share in shares)
 
 
-# The exchange, played on the host
-
-
+@needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [2, 4])
-def test_parts_are_sorted_by_whom_they_go_to(split):
-    for rank in range(split):
-        places = list(range(split))
-        for bit, p, other in swaps(split):
-            if rank >> bit & 1:
-                places[p], places[other] = places[other], places[p]
-        assert places == [p ^ rank for p in range(split)]
-
-
-class Cta:
-    def __init__(self, split: int, groups: int):
-        arrivals = Exchange(split, groups, 64).arrivals
-        self.arrived = [Barrier(arrivals.full) for _ in range(groups)]
-        self.free = [Barrier(arrivals.empty) for _ in range(groups)]
-        self.slots = [[None] * (split - 1) for _ in range(groups)]
-        self.running = groups
-
-
-def warpgroup(ctas, rank, w, tiles, flights, sums):
-    """Exchange.reduce for each work tile, and its drain; a part is (tile, sender, whose part)."""
-    split, cta, phase = len(ctas), ctas[rank], 0
-    for tile in range(tiles):
-        cta.arrived[w].arrive(announced=split - 1)
-        yield
-        yield from cta.free[w].wait(phase ^ 1)
-        for i in range(1, split):
-            flights.append((ctas[rank ^ i], w, i - 1, (tile, rank, rank ^ i)))
-            yield
-        yield from cta.arrived[w].wait(phase)
-        parts = [(tile, r, rank) if r == rank else cta.slots[w][max(rank ^ r, 1) - 1] for r in range(split)]
-        yield
-        sums.append((rank, w, parts))
-        for _ in range(4):  # warps
-            for other in ctas:
-                if other is not cta:
-                    assert other.running, "an arrival at a CTA that has ended"
-                    other.free[w].arrive()
-            yield
-        phase ^= 1
-    yield from cta.free[w].wait(phase ^ 1)
-    cta.running -= 1
-
-
-def land(cta, w, slot, part):
-    assert cta.running, "a store into a CTA that has ended"
-    cta.slots[w][slot] = part
-    cta.arrived[w].receive(1)
-
-
-@pytest.mark.parametrize("split", [2, 4])
-@pytest.mark.parametrize("tiles", [0, 1, 2, 5])
-def test_the_exchange(split, tiles):
-    """Whoever hurries: every part arrives once, is added in the order of ranks, and meets a CTA that still runs."""
-    places = [(rank, w) for rank in range(split) for w in range(2)]
-    for seed in range(40):
-        flights, sums, ctas = [], [], [Cta(split, 2) for _ in range(split)]
-        play([warpgroup(ctas, *place, tiles, flights, sums) for place in places], flights, land, seed)
-        assert sorted(sums) == [
-            (rank, w, [(tile, r, rank) for r in range(split)]) for rank, w in places for tile in range(tiles)
-        ]
+def test_the_exchange_in_any_order(monkeypatch, split):
+    """Several tiles per cluster, whichever warp or copy is late."""
+    config = next(c for c in HIGH if c.split == split)
+    FAMILIES["dense split K sm_90"].force(monkeypatch, config)
+    a, b, found = normal(130, 512), normal(512, 200, k=512), []
+    for seed in range(6):
+        with on_emulator("sm_90", sms=4, seed=seed):
+            assert explain(gemm, a, b).facts.config == config
+            found.append(gemm(a, b, out=poisoned(130, 200)))
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert_as_good_as_torch(found[0], *exact_and_torch(a, b, BF16), k=512)
 
 
 def test_what_is_refused():

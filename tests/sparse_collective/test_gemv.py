@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels import explain
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime.families import unsupported
 from cute_kernels.testing.patterns import PATTERNS
@@ -21,11 +20,11 @@ from sparse_collective.bsr_gemm.catalogue import linear as linear_facts
 from sparse_collective.bsr_gemm.k_tiles import BsrKTiles
 from sparse_collective.gemv.config import SkinnyConfig
 from sparse_collective.gemv.family import SKINNY
-from sparse_collective.gemv.kernel import SkinnyKernel, a_register, b_register
+from sparse_collective.gemv.kernel import SkinnyKernel
 
 from ..conformance import FAMILIES
 from ..gemm_calls import check
-from .bsr_parts import BOTH_OPS, bsr, operands, picked, skinny_loads
+from .bsr_parts import BOTH_OPS, bsr, operands, skinny_loads
 
 BLOCKS = [(16, 16), (32, 64), (64, 64), (128, 128), (512, 112), (48, 16), (256, 64), (32, 32), (16, 144), (64, 256)]
 CONFIGS = [SkinnyConfig(*shape) for shape in ((16, 8, 2, 8), (16, 16, 2, 8), (32, 16, 2, 8), (16, 8, 4, 8))]
@@ -45,46 +44,6 @@ def test_every_k_tile_is_loaded_once_and_none_past_the_row(block, config):
         columns = [1000 + 3 * p for p in range(7 + blocks)]
         row = BsrKTiles(columns, blocks * steps, 7, 7, 0, 0, 0, steps)
         assert sorted(skinny_loads(kernel, row)) == [(7 + p, k) for p in range(blocks) for k in range(steps)]
-
-
-@pytest.mark.parametrize(("mmas_m", "mmas_n"), [(1, 1), (1, 2), (2, 2)])
-def test_registers_of_w_and_b_meet_in_the_same_k(mmas_m, mmas_n):
-    """Two MMAs m16n8k16 over what 32 lanes have loaded are the product of 32 columns."""
-    W, x = torch.randn(16 * mmas_m, 32), torch.randn(8 * mmas_n, 32)
-    a, b = torch.zeros(4, mmas_m, 2, 32, 2), torch.zeros(2, mmas_n, 2, 32, 2)  # a register holds two elements
-    for lane in range(32):
-        g, t = divmod(lane, 4)
-        for w in range(4):
-            two = slice(8 * t + 2 * w, 8 * t + 2 * w + 2)
-            for row in range(2 * mmas_m):
-                a[(*a_register(row, w), lane)] = W[g + 8 * row, two]
-            for j in range(mmas_n):
-                b[(*b_register(j, w), lane)] = x[g + 8 * j, two]
-    out = torch.zeros(16 * mmas_m, 8 * mmas_n)
-    for half in range(2):
-        for i in range(mmas_m):
-            for j in range(mmas_n):
-                A, B = torch.zeros(16, 16), torch.zeros(16, 8)
-                for lane in range(32):  # the fragments of mma.sync.m16n8k16, as PTX defines them
-                    g, t = divmod(lane, 4)
-                    for r in range(4):
-                        k = 2 * t + 8 * (r // 2)
-                        A[g + 8 * (r % 2), k : k + 2] = a[r, i, half, lane]
-                    for r in range(2):
-                        B[2 * t + 8 * r : 2 * t + 8 * r + 2, g] = b[r, j, half, lane]
-                out[16 * i : 16 * i + 16, 8 * j : 8 * j + 8] += A @ B
-    assert torch.allclose(out, W @ x.t(), atol=1e-4)
-
-
-@pytest.mark.parametrize("path", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("n", [1, 8, 9, 16, 17, 64])
-def test_it_is_chosen_for_few_columns(n, block, path):
-    for density in (0.05, 0.25, 1.0):
-        pick = picked(block, (64 * block[0], n, 96 * block[1]), density, path=path, b_k_major=True)
-        few = pick.family == "skinny"
-        assert n == 16 or few is (n < 16)  # with 16, wide blocks and a large W are for tiles of 64 x 16 (measured)
-        assert not few or (pick.config.tile_n == 8) is (n <= 8)
 
 
 def test_what_the_predicate_refuses():
@@ -167,8 +126,3 @@ def test_uneven_rows_need_no_order_and_are_planned_once(emulated):
     assert not W.even and torch.equal(bsr_linear(x, W), first)
     (plan,) = sparse_ops._PLANS.plans.values()
     assert plan.facts.family == "skinny" and plan.ordered is None and not plan.facts.ordered
-
-
-def test_explain_says_which_kernel_it_is(emulated, path):
-    text = str(explain(bsr_linear, *operands(bsr_linear, bsr("bernoulli", (64, 64)), 3)))
-    assert "skinny" in text and "element by element" not in text

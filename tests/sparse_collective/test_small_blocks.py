@@ -23,6 +23,7 @@ from sparse_collective.small_blocks.tables import block_tables, table_shapes, ta
 from sparse_collective.small_blocks.tile import CONSUMERS, ROWS, Geometry
 
 from ..conformance import FAMILIES
+from ..emulator.ops import needs_compiler, on_emulator
 from ..gemm_calls import check
 from .bsr_parts import BOTH_OPS, Operations, batch, bsr, operands
 
@@ -219,3 +220,19 @@ def test_tiles_with_slabs_beyond_the_block_are_refused():
     tall = candidates.sm90(192, 128, 64, 1, 2, spec=spec, element=BITS_16)
     assert all("slabs" in unsupported(catalogue.bsr(spec, "sm_90", tall, block)) for block in ((64, 64), (128, 64)))
     assert unsupported(catalogue.bsr(spec, "sm_90", tall, (144, 64))) == ""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [(16, 16), (32, 64)], ids=str)
+def test_the_pipeline_in_any_order(monkeypatch, block, cluster):
+    """Rows of no blocks, of some and of all, several chunks, whichever warp or copy is late."""
+    config = next(c for c in CONFIGS if c.cluster == cluster)
+    FAMILIES["small blocks sm_90"].force(monkeypatch, config)
+    args, found = operands(bsr_linear, bsr("power_law", block, grid=(12, 12)), 72), []
+    for seed in range(6):
+        with on_emulator("sm_90", sms=4, seed=seed):
+            check(bsr_linear, *args)
+            found.append(bsr_linear(*args))
+    assert all(torch.equal(each, found[0]) for each in found)
