@@ -121,6 +121,8 @@ class TensorParallel(PlacedState):
         """
         if not self.place.overlap or is_dtensor(x) or routing or options or x.dtype is not self.values.dtype:
             return False
+        if torch.is_autocast_enabled(x.device.type):
+            return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
         return True
