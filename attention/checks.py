@@ -184,7 +184,7 @@ def check_causal_blocks(op: str, causal: bool, offsets) -> None:
         )
 
 
-def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype) -> None:
+def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype, dq_dtype) -> None:
     """Check the dtypes and shapes of out, lse and their gradients; also for fake tensors."""
     packed, wide = q.dim() == 3, accumulator(q.dtype)
     rows, shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3], (*q.shape[:-1], v.shape[-1])
@@ -197,8 +197,9 @@ def check_results(op: str, dout, dlse, q, v, out, lse, grad_dtype) -> None:
             raise TypeError(f"{op}: {name} must be {dtype}, got {t.dtype}; call {name}.to({dtype})")
         if tuple(t.shape) != tuple(expected):
             raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(t.shape)}")
-    if grad_dtype not in (None, q.dtype, wide):
-        raise TypeError(f"{op}: grad_dtype must be None, {q.dtype} or {wide}, got {grad_dtype!r}")
+    for name, dtype in (("grad_dtype", grad_dtype), ("dq_dtype", dq_dtype)):
+        if dtype not in (None, q.dtype, wide):
+            raise TypeError(f"{op}: {name} must be None, {q.dtype} or {wide}, got {dtype!r}")
 
 
 MASK_ADVICE = {  # arguments of attention that are not supported with a block mask -> what serves instead

@@ -98,14 +98,14 @@ def _wide(q) -> torch.dtype:
 
 
 def gradients_of(
-    args: AttentionArgs, out, lse, dout, dlse, sums: dict[int, Tensor] | None = None, grad_dtype=None
+    args: AttentionArgs, out, lse, dout, dlse, sums: dict[int, Tensor] | None = None, grad_dtype=None, dq_dtype=None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.dispatch for the tensors.
 
     Args:
         args: the call, with a BlockMask; its sinks only if they need a gradient, else dsinks is None.
         sums: accumulators of the gradients of tensors that score_mod captures, by slot.
-        grad_dtype: dtype of dQ, dK and dV, instead of q's.
+        grad_dtype: dtype of dQ, dK and dV, instead of q's; dq_dtype: that of dQ, instead of both.
     """
     q, k, v = args[:3]
     if dout is None and dlse is None:
@@ -115,10 +115,10 @@ def gradients_of(
         dout = torch.zeros_like(out)
     args = args._replace(deterministic=in_one_order(args.deterministic))
     if has_kernel(q):
-        return backward(args, out, lse, dout, dlse, sums, grad_dtype)
+        return backward(args, out, lse, dout, dlse, sums, grad_dtype, dq_dtype)
     dq, dk, dv, dsinks = reference.gradients(args, out, lse, dout, dlse, sums, grad_dtype)
-    found = zip((q, k, v), (dq, dk, dv), strict=True)
-    return *(gradient_of(t, dtype=grad_dtype).copy_(g) for t, g in found), dsinks
+    found = zip((q, k, v), (dq, dk, dv), (dq_dtype or grad_dtype, grad_dtype, grad_dtype), strict=True)
+    return *(gradient_of(t, dtype=dtype).copy_(g) for t, g, dtype in found), dsinks
 
 
 def in_one_order(deterministic: bool | None) -> bool:

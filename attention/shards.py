@@ -112,6 +112,7 @@ def attention_backward(
     deterministic: bool | None = None,
     score_mod: Callable | None = None,
     grad_dtype: torch.dtype | None = None,
+    dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of attention, or with block_mask of block_sparse_attention.
 
@@ -126,6 +127,7 @@ def attention_backward(
         out, lse: the output, of q's dtype, and the LSE. Sinks of the forward call need no argument: lse includes them.
         dlse: the gradient of lse, or None.
         grad_dtype: the dtype of dq, dk and dv: q's by default, or torch.float32, to add up shards without rounding.
+        dq_dtype: that of dq if it differs: q's where dk and dv alone are parts of sums, as in context parallelism.
 
     Not differentiable: call it under torch.no_grad(), as in the backward of a torch.autograd.Function.
 
@@ -145,15 +147,15 @@ def attention_backward(
     )  # fmt: skip
     if not is_compiling():
         try:
-            return _eager(args, out, lse, dout, dlse, grad_dtype)
+            return _eager(args, out, lse, dout, dlse, grad_dtype, dq_dtype)
         except NeedsDispatcher:
             pass
     from .torch_op import traced_backward  # imports torch's compiler, which takes seconds
 
-    return traced_backward(args, out, lse, dout, dlse, grad_dtype)
+    return traced_backward(args, out, lse, dout, dlse, grad_dtype, dq_dtype)
 
 
-def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype, dq_dtype) -> tuple[Tensor, Tensor, Tensor]:
     """attention_backward outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
     from .gradients import gradients_of  # imports the DSL
 
@@ -165,11 +167,12 @@ def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> tuple[Tenso
         raise NeedsDispatcher(f"{OP} must be called as its registered op")
     common.check_no_grad(OP, *tensors, *captured)
     args = args._replace(score_mod=score)
-    mask = check_backward(args, out, lse, dout, dlse, grad_dtype)
-    return gradients_of(args._replace(block_mask=mask), out, lse, dout, dlse, grad_dtype=grad_dtype)[:3]
+    mask = check_backward(args, out, lse, dout, dlse, grad_dtype, dq_dtype)
+    args = args._replace(block_mask=mask)
+    return gradients_of(args, out, lse, dout, dlse, None, grad_dtype, dq_dtype)[:3]
 
 
-def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> BlockMask | None:
+def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype, dq_dtype) -> BlockMask | None:
     """Check the arguments of attention_backward; return block_mask as a BlockMask, or None."""
     from .gradients import check_score
 
@@ -191,7 +194,7 @@ def check_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype) -> Blo
     if dlse is not None:
         common.check_tensor(f"{OP}: dlse", dlse)
     common.check_device(OP, q.device, dout=dout, out=out, lse=lse, dlse=dlse)
-    checks.check_results(OP, dout, dlse, q, v, out, lse, grad_dtype)
+    checks.check_results(OP, dout, dlse, q, v, out, lse, grad_dtype, dq_dtype)
     checks.check_scale(OP, args.scale, args.softcap)
     window_bounds(args.window_size, args.causal)
     offsets = None if args.packed else check_offsets(OP, args.q_offset, args.k_offset, *lengths)

@@ -65,8 +65,9 @@ class Op:
         terms = ", ".join([MASK] * masked + [SCORE, "bool[] wanted"] * scored + [read])
         results = "Tensor, Tensor, Tensor, Tensor" + ", Tensor[]" * scored
         backward = f"{self.public}_backward{scored_name}"
+        dtypes = "ScalarType? grad_dtype, ScalarType? dq_dtype"
         define(
-            f"attention::{backward}", f"({BACKWARD}, {terms}, ScalarType? grad_dtype) -> ({results})",
+            f"attention::{backward}", f"({BACKWARD}, {terms}, {dtypes}) -> ({results})",
             self.run_backward, self.fake_backward, flops=self.flops_backward,
         )  # fmt: skip
         self.forward, self.backward = (getattr(torch.ops.attention, n) for n in (self.public + scored_name, backward))
@@ -138,7 +139,7 @@ class Op:
         if self.scored:
             parts = *parts, needed[self.terms_at - 1]
         terms = [terms[name] for name in BACKWARD_TERMS]
-        dq, dk, dv, dsinks, *rest = self.backward(dout, dlse, q, k, v, out, lse, *parts, *terms, None)
+        dq, dk, dv, dsinks, *rest = self.backward(dout, dlse, q, k, v, out, lse, *parts, *terms, None, None)
         found[:3] = dq, dk, dv
         if self.scored:
             of_captured = iter(rest[0])
@@ -148,18 +149,18 @@ class Op:
         return tuple(found)
 
     def run_backward(self, dout, dlse, q, k, v, out, lse, *others) -> tuple:
-        mask, score, wanted, terms, grad_dtype = self._split_backward(others)
+        mask, score, wanted, terms, *dtypes = self._split_backward(others)
         args = self.args(q, k, v, mask, terms)
         if self.masked:
             args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
         if not self.scored:
-            return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, grad_dtype=grad_dtype))
+            return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, None, *dtypes))
         text, numbers, tensors = score
         bound, places = read_score(text, numbers, tensors, q.device)
         gradients.check_score(bound, any(wanted), q, args.deterministic)
         slots = {place: slot for slot, place in enumerate(places)}
         sums = gradients.sums_of(q, bound.tensors, [slots[i] for i, w in enumerate(wanted) if w and i in slots])
-        found = gradients.gradients_of(args._replace(score_mod=bound), out, lse, dout, dlse, sums, grad_dtype)
+        found = gradients.gradients_of(args._replace(score_mod=bound), out, lse, dout, dlse, sums, *dtypes)
         of_captured = [
             sums[slots[i]].to(t.dtype) if i in slots else t.new_zeros(t.shape)
             for i, (t, w) in enumerate(zip(score[-1], wanted, strict=True))
@@ -169,23 +170,26 @@ class Op:
 
     def fake_backward(self, dout, dlse, q, k, v, out, lse, *others) -> tuple:
         _fake("attention_backward", q, k, v, False, q.dim() == 3)  # checks their shapes
-        _, score, wanted, terms, grad_dtype = self._split_backward(others)
+        _, score, wanted, terms, grad_dtype, dq_dtype = self._split_backward(others)
         dsinks = None if terms["sinks"] is None else gradient_of(terms["sinks"])
-        found = _four(q, (*(gradient_of(t, dtype=grad_dtype) for t in (q, k, v)), dsinks))
+        found = _four(
+            q,
+            (gradient_of(q, dtype=dq_dtype or grad_dtype), *(gradient_of(t, dtype=grad_dtype) for t in (k, v)), dsinks),
+        )
         if not self.scored:
             return found
         return *found, [t.new_empty(t.shape) for t, w in zip(score[-1], wanted, strict=True) if w]
 
     def flops_backward(self, dout, dlse, q, k, v, out, lse, *others) -> int:
-        mask, _, _, terms, _ = self._split_backward(others)
+        mask, _, _, terms, *_ = self._split_backward(others)
         return flops.backward(q, k, v, self.scores(q, k, mask, terms["cu_seqlens_q"], terms["cu_seqlens_k"]))
 
     def _split_backward(self, others: tuple) -> tuple:
-        """(mask, score_mod, wanted, terms by name, grad_dtype) of the arguments after `lse`."""
+        """(mask, score_mod, wanted, terms by name, grad_dtype, dq_dtype) of the arguments after `lse`."""
         at, end = self.score_at - 3, self.terms_at - 3
         mask, score, wanted = others[:at], others[at:end], others[end] if self.scored else ()
-        *terms, grad_dtype = others[end + self.scored :]
-        return mask, score, wanted, dict(zip(BACKWARD_TERMS, terms, strict=True)), grad_dtype
+        *terms, grad_dtype, dq_dtype = others[end + self.scored :]
+        return mask, score, wanted, dict(zip(BACKWARD_TERMS, terms, strict=True)), grad_dtype, dq_dtype
 
 
 OPS = {(masked, scored): Op(masked, scored) for masked in (False, True) for scored in (False, True)}
@@ -238,7 +242,7 @@ def traced(args: AttentionArgs):
     return result if args.return_lse else result[0]
 
 
-def traced_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype):
+def traced_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype, dq_dtype):
     """shards.attention_backward inside a torch.compile trace, and of calls that go through the dispatcher."""
     tensors = dout, dlse, *args[:3], out, lse
     check_traced("attention_backward", *tensors)
@@ -247,10 +251,10 @@ def traced_backward(args: AttentionArgs, out, lse, dout, dlse, grad_dtype):
     op, parts = _op_of(args)
     captured = parts[-1] if op.scored else ()
     check_no_grad("attention_backward", *tensors, *captured)
-    checks.check_results("attention_backward", dout, dlse, args.q, args.v, out, lse, grad_dtype)
+    checks.check_results("attention_backward", dout, dlse, args.q, args.v, out, lse, grad_dtype, dq_dtype)
     wanted = ([False] * len(captured),) if op.scored else ()
     terms = _terms(args)
-    return op.backward(*tensors, *parts, *wanted, *(terms[name] for name in BACKWARD_TERMS), grad_dtype)[:3]
+    return op.backward(*tensors, *parts, *wanted, *(terms[name] for name in BACKWARD_TERMS), grad_dtype, dq_dtype)[:3]
 
 
 def _differentiable(args: AttentionArgs, captured) -> bool:

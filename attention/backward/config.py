@@ -206,7 +206,7 @@ class BackwardFacts:
     score: ScoreMod | None = None  # score_mod; excludes a softcap
     score_sums: tuple[int, ...] = ()  # indices of score_mod's captured tensors that need a gradient
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
-    grad_dtype: str | None = None  # of dQ, dK and dV; None: the operands'
+    grad_dtype: str | None = None  # of dK and dV; None: the operands'
 
     def key(self) -> str:
         """A text that is the same in every process."""

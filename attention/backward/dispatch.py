@@ -59,9 +59,10 @@ def backward(
     dlse: Tensor | None,
     sums: dict[int, Tensor] | None = None,
     grad_dtype: torch.dtype | None = None,
+    dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (dQ, dK, dV, dsinks) for CUDA tensors, with the shapes and dtypes of q, k, v and sinks; dQ, dK and dV have
-    grad_dtype if it is not None.
+    """Return (dQ, dK, dV, dsinks) for CUDA tensors, with the shapes and dtypes of q, k, v and sinks; dK and dV have
+    grad_dtype if it is not None, dQ dq_dtype or, if that is None, grad_dtype.
 
     Args:
         args: the call, with a BlockMask and a BoundScore, `deterministic` a bool, and sinks if they need a gradient.
@@ -72,11 +73,11 @@ def backward(
     """
     (q, k, v), sinks, mask, score = args[:3], args.sinks, args.block_mask, args.score_mod
     cu_seqlens: Any = (args.cu_seqlens_q, args.cu_seqlens_k)
-    if grad_dtype is q.dtype:
-        grad_dtype = None
+    dq_dtype = dq_dtype or grad_dtype
+    grad_dtype, dq_dtype = (None if dtype is q.dtype else dtype for dtype in (grad_dtype, dq_dtype))
     if 0 in q.shape or 0 in k.shape or 0 in v.shape or args.packed and len(cu_seqlens[0]) == 1:
-        dq, dk, dv = (torch.zeros_like(t, dtype=grad_dtype) for t in (q, k, v))
-        return dq, dk, dv, _of_sinks_alone(sinks, dlse, args.cu_seqlens_q)
+        dk, dv = (torch.zeros_like(t, dtype=grad_dtype) for t in (k, v))
+        return torch.zeros_like(q, dtype=dq_dtype), dk, dv, _of_sinks_alone(sinks, dlse, args.cu_seqlens_q)
     if (dout.data_ptr() | out.data_ptr()) & 15:  # the plan's key has the alignment of q, k and v only
         dout, out = dout.clone(), out.clone()
     offsets = None
@@ -97,12 +98,12 @@ def backward(
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
     values: Any = args[VALUES]
-    key = values, kind, mod, slots, of_sinks, grad_dtype, shapes, forced_path()
+    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
         facts = {"blocks": kind, "score": mod, "score_sums": slots}
-        make = partial(plan_backward, args, dout, out, facts, dlse is not None, grad_dtype)
+        make = partial(plan_backward, args, dout, out, facts, dlse is not None, grad_dtype, dq_dtype)
         plan = _PLANS.checked(OP, key, tensors, None, make)
     gradients = [plan.new(*layout) for layout in plan.gradients]
     views = gradients
@@ -140,11 +141,12 @@ def backward(
 
 
 def plan_backward(
-    args: AttentionArgs, dout, out, score_and_mask: dict, lse_gradient: bool, grad_dtype: torch.dtype | None
+    args: AttentionArgs, dout, out, score_and_mask: dict, lse_gradient: bool, grad_dtype, dq_dtype
 ) -> BackwardPlan:
     """Select the kernels of a backward pass. The forward pass has checked the tensors.
 
     score_and_mask: these fields of BackwardFacts.
+    grad_dtype, dq_dtype: dtypes of dK and dV, and of dQ; None for q's.
     """
     (q, k, v), kind = args[:3], score_and_mask["blocks"]
     cu_q: Any = args.cu_seqlens_q
@@ -170,7 +172,8 @@ def plan_backward(
     facts = pick(facts)
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
-    results = [(f"d{name}", gradient_of(t, "meta", grad_dtype)) for name, t in named[:3]]
+    dtypes = dq_dtype, grad_dtype, grad_dtype
+    results = [(f"d{name}", gradient_of(t, "meta", to)) for (name, t), to in zip(named[:3], dtypes, strict=True)]
     plan.gradients = tuple((tuple(t.shape), t.stride(), t.dtype) for _, t in results)
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()
@@ -198,7 +201,7 @@ def plan_backward(
     sinks = None if args.sinks is None else NAMES[args.sinks.dtype]
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
-    plan.convert = function_for(family.convert_of(facts))
+    plan.convert = function_for(family.convert_of(facts, None if dq_dtype is None else NAMES[dq_dtype]))
     return plan
 
 

@@ -149,10 +149,12 @@ class BackwardConvert(Family):
         return convert_args(facts)
 
     def catalogue(self, arch: str, quick: bool = False) -> list[ConvertFacts]:
-        return list(dict.fromkeys(convert_of(facts) for facts in FLASH_BACKWARD.catalogue(arch, quick)))
+        return list(
+            dict.fromkeys(convert_of(facts, facts.grad_dtype) for facts in FLASH_BACKWARD.catalogue(arch, quick))
+        )
 
     def bundle(self, op: str, request: Request) -> Iterator[ConvertFacts]:
-        return (convert_of(facts) for facts in FLASH_BACKWARD.bundle(op, request))
+        return (convert_of(facts, facts.grad_dtype) for facts in FLASH_BACKWARD.bundle(op, request))
 
     def describe(self, facts: ConvertFacts) -> dict[str, str]:
         return {
@@ -170,9 +172,9 @@ def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = Non
     return PrepareFacts(facts.arch, facts.dtype, *terms, facts.config.dq_groups if facts.deterministic else 0)
 
 
-def convert_of(facts: BackwardFacts) -> ConvertFacts:
-    """Facts of the convert kernel that follows a main kernel."""
-    terms = facts.config, facts.head_dim, facts.packed, facts.grad_dtype
+def convert_of(facts: BackwardFacts, dq_dtype: str | None) -> ConvertFacts:
+    """Facts of the convert kernel that follows a main kernel, for a dQ of this dtype."""
+    terms = facts.config, facts.head_dim, facts.packed, dq_dtype
     return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 
 

@@ -74,10 +74,10 @@ class _ContextParallel(torch.autograd.Function):
             dout = torch.zeros_like(out)
         grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
         dq, dk, dv = attention_backward(
-            dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, **ctx.options
+            dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, dq_dtype=q.dtype, **ctx.options
         )
         dk, dv = (reduced(t, plan, dtype) for t, dtype in zip((dk, dv), ctx.dtypes, strict=True))
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 @overload

@@ -30,7 +30,7 @@ def test_every_argument_reaches_its_field(op, monkeypatch):
     op(**call)
     args, *others = got
     if op is attention_backward:
-        assert others == [call.pop(name) for name in ("out", "lse", "dout", "dlse", "grad_dtype")]
+        assert others == [call.pop(name) for name in ("out", "lse", "dout", "dlse", "grad_dtype", "dq_dtype")]
     assert args._asdict() == args._field_defaults | call
 
 

@@ -278,6 +278,25 @@ def test_compiled():
     assert count.frame_count <= 2  # the second time with a dynamic offset
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_dtype_of_dq(where, compiled):
+    q, k, v = (t.to(where) for t in qkv(128, 128, dtype=torch.bfloat16))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    dout = torch.randn_like(out)
+
+    def backward(dq_dtype):
+        return attention_backward(
+            dout, q, k, v, out, lse, causal=True, deterministic=True, grad_dtype=torch.float32, dq_dtype=dq_dtype
+        )
+
+    mixed = (torch.compile(backward, backend="aot_eager") if compiled else backward)(torch.bfloat16)
+    wide = backward(None)
+    assert [t.dtype for t in mixed] == [torch.bfloat16, torch.float32, torch.float32]
+    assert torch.equal(mixed[0], wide[0].bfloat16()) and torch.equal(mixed[1], wide[1])
+    assert torch.equal(mixed[2], wide[2])
+
+
 @pytest.mark.parametrize(
     "change, kind, match",
     [
@@ -285,6 +304,7 @@ def test_compiled():
         ({"out": "row"}, ValueError, "out must have shape"),
         ({"dout": None}, TypeError, "dout must be a torch.Tensor"),
         ({"grad_dtype": torch.int8}, TypeError, "grad_dtype must be"),
+        ({"dq_dtype": torch.int8}, TypeError, "dq_dtype must be"),
         ({"window_size": (1, 2), "block_mask": True}, TypeError, "sliding_window"),
         ({"causal": True, "q_offset": 1, "block_mask": True}, TypeError, "causal=True with a block mask"),
         ({"q": "grad"}, RuntimeError, "requires one"),
