@@ -31,6 +31,7 @@ __all__ = [
     "OpOverloadPacket",
     "TensorGuards",
     "TorchDispatchMode",
+    "all_gather_single",
     "any_autocast",
     "compiled_with_cuda_graphs",
     "constant_variable",
@@ -63,6 +64,7 @@ __all__ = [
     "pending_writes",
     "produce_and_exchange",
     "raw_stream",
+    "reduce_scatter_single",
     "resize_fully_sharded",
     "run_in_trace",
     "schema_arguments",
@@ -192,6 +194,22 @@ def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:
 # ---------------------------------------------------------------------- collectives beside GEMMs
 
 
+def all_gather_single(out: Tensor, x: Tensor, group: Any) -> None:
+    """torch.distributed.all_gather_single, which is all_gather_into_tensor in torch before 2.13."""
+    import torch.distributed as dist
+
+    found: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    found(out, x, group=group)
+
+
+def reduce_scatter_single(out: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:
+    """torch.distributed.reduce_scatter_single, which is reduce_scatter_tensor in torch before 2.13."""
+    import torch.distributed as dist
+
+    found: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return found(out, x, group=group, async_op=async_op)
+
+
 def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
     """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
 
@@ -204,7 +222,7 @@ def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathere
 
         pipelined([x], lambda parts, rank: consume(parts[0], rank), [gathered], group.group_name)
         return
-    dist.all_gather_into_tensor(gathered, x, group=group)
+    all_gather_single(gathered, x, group)
     for rank, part in enumerate(gathered.chunk(dist.get_world_size(group))):
         consume(part, rank)
 
@@ -229,7 +247,7 @@ def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor
     for rank, part in enumerate(summands.chunk(ranks)):
         produce(rank, part)
     total = torch.empty_like(summands[: len(summands) // ranks])
-    dist.reduce_scatter_tensor(total, summands, group=group)
+    reduce_scatter_single(total, summands, group)
     return total
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels.runtime.torch_compat import gather_and_consume, produce_and_exchange
+from cute_kernels.runtime.torch_compat import gather_and_consume, produce_and_exchange, reduce_scatter_single
 
 from ..bsr import BsrMatrix
 from ..gradients import operand_gradient, values_gradient
@@ -41,7 +41,7 @@ class GatherLinear(torch.autograd.Function):
         if needs_x:
             summand = operand_gradient("bsr_linear", W, xs, dy, None)
             dx = summand.new_empty(len(xs) // dist.get_world_size(ctx.group), xs.shape[1])
-            work = dist.reduce_scatter_tensor(dx, summand, group=ctx.group, async_op=True)
+            work = reduce_scatter_single(dx, summand, ctx.group, async_op=True)
         dvalues = values_gradient("bsr_linear", W, xs, dy, None) if needs_values else None
         dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         if work is not None:
