@@ -1,6 +1,7 @@
 """Checks of fully_shard and DistributedDataParallel, which each rank runs; see tests/ranks.py."""
 
 import copy
+import inspect
 import tempfile
 
 import torch
@@ -201,16 +202,59 @@ def choices_that_differ(device):
 
 
 def data_parallel(device):
-    alone, _ = models(device)["each layer"]
-    model = copy.deepcopy(alone)
-    ids = None if device.type == "cpu" else [device]
-    wrapped = DistributedDataParallel(model, device_ids=ids)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, alone)]
-    train(wrapped, alone, optimizers)
-    for m, optimizer in zip((model, alone), optimizers, strict=True):
-        change_pattern_(m[0], 0.5, grow=torch.arange(12.0).view(3, 4).to(device), optimizer=optimizer)
-    train(wrapped, alone, optimizers, seed=2)
-    agree(model, alone)
+    """DDP, whose buffers are broadcast in each forward or at the start alone; ranks start with other patterns."""
+    for options in ({}, {"forward_sync_buffers": False}):
+        alone, _ = models(device)["each layer"]
+        torch.manual_seed(dist.get_rank())
+        more = {"device": device, "dtype": dtype_of(device)}
+        model = nn.Sequential(
+            BsrLinear(128, 96, True, (32, 32), density=0.42, activation="silu", **more),
+            BsrLinear(96, 128, True, (32, 32), density=0.5, **more),
+        )
+        if dist.get_rank() == 0:
+            model.load_state_dict(alone.state_dict())
+        if options and "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:
+            model.load_state_dict(alone.state_dict())
+            options = {"broadcast_buffers": False}
+        wrapped = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device], **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, alone)]
+        train(wrapped, alone, optimizers)
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            change_pattern_(m[0], 0.5, grow=torch.arange(12.0).view(3, 4).to(device), optimizer=optimizer,
+                            drop=torch.arange(m[0].nnz))  # fmt: skip
+        patterns = [layer.weight.pattern for layer in model]
+        train(wrapped, alone, optimizers, seed=2)
+        agree(model, alone)
+        same = [layer.weight.pattern is pattern for layer, pattern in zip(model, patterns, strict=True)]
+        assert all(same) or not options, "the pattern was taken for a new one"
+
+
+def blocks_that_move(device):
+    """Only blocks whose rank changes are sent."""
+    layer = BsrLinear(128, 1280, False, (32, 32), density=0.5, device=device, dtype=dtype_of(device))
+    fully_shard(layer)
+    sent, exchange = [], dist.all_to_all_single
+
+    def counted(out, given, *sizes, **options):
+        sent.append(len(given))
+        return exchange(out, given, *sizes, **options)
+
+    world, rank, before, old = dist.get_world_size(), dist.get_rank(), layer.pattern.clone().keys(), layer.nnz
+    dist.all_to_all_single = counted
+    try:
+        prune_(layer, 0.4, scores=torch.rand(old, generator=torch.Generator().manual_seed(2)))
+    finally:
+        dist.all_to_all_single = exchange
+    kept = torch.isin(before, layer.pattern.keys()).nonzero().flatten().tolist()
+    ranks_of = [[i // -(-n // world) for i in index] for n, index in ((old, kept), (layer.nnz, range(layer.nnz)))]
+    expected = sum(a == rank != b for a, b in zip(*ranks_of, strict=True))
+    assert sent == [expected] and expected < old // world
+
+
+def another_number_of_blocks(device):
+    layer = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
+    state = BsrLinear(128, 96, True, (32, 32), density=1.0, device=device, dtype=dtype_of(device)).state_dict()
+    raises(RuntimeError, "cannot be resized; load before it is sharded", layer.load_state_dict, state)
 
 
 def full_state(device):
@@ -307,6 +351,8 @@ CHECKS = [
     regrowth_by_gradients,
     choices_that_differ,
     data_parallel,
+    blocks_that_move,
+    another_number_of_blocks,
     full_state,
     checkpoints,
     made_on_the_meta_device,

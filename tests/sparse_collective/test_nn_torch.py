@@ -1,10 +1,6 @@
-"""Torch features with layers: autocast, checkpoints, torch.compile, export, optimizers, several processes."""
+"""Torch features with layers: autocast, checkpoints, torch.compile, export, optimizers."""
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from torch import nn
 from cute_kernels.testing.reference import normal
 from sparse_collective.nn import BsrMixtureOfExperts
 
-from ..sources import ROOT
 from .nn_parts import BF16, blocks_of, layer_of, masked, near
 
 
@@ -156,114 +151,3 @@ def test_training_goes_as_with_the_masked_dense_layer(optimizer):
     # Adam divides by a gradient's size, so where that is small a rounding error is a step.
     slack = 1 if optimizer is torch.optim.SGD else 4
     near(layer.values.detach(), blocks_of(layer, dense.weight.detach().double()), slack)
-
-
-# Several processes
-
-WORKER = """
-import copy, inspect, sys, torch, torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from sparse_collective.nn import BsrLinear
-rank, world, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-DDP = nn.parallel.DistributedDataParallel
-
-def make():
-    first = BsrLinear(128, 96, True, (32, 32), density=0.42, activation="silu", dtype=torch.bfloat16)
-    return nn.Sequential(first, BsrLinear(96, 64, True, (32, 32), density=0.5, dtype=torch.bfloat16))
-
-def ddp(**options):
-    torch.manual_seed(rank)  # DDP gives all processes the first one's pattern
-    if options and "forward_sync_buffers" not in inspect.signature(DDP).parameters:  # an older torch
-        torch.manual_seed(0)
-        options = {"broadcast_buffers": False}
-    model = make()
-    wrapped, alone = DDP(model, **options), make()
-    alone.load_state_dict(model.state_dict())
-    return model, wrapped, alone
-
-def fsdp():
-    torch.manual_seed(0)
-    model = make()
-    alone = copy.deepcopy(model)
-    for layer in model:
-        fully_shard(layer)
-    return model, fully_shard(model), alone
-
-def whole(t):
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
-
-def check(model, wrapped, alone):
-    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plans = [m.weight.pattern for m in alone]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
-    for step in range(3):
-        out = []
-        for m, part, optimizer in ((wrapped, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
-            y = m(part)
-            if m is wrapped and step == 0:
-                plans = [layer._weight.pattern for layer in model]
-            loss = y.float().square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            out.append(y.detach().float())
-        torch.testing.assert_close(out[0], out[1].chunk(world)[rank], rtol=0.02, atol=0.02)
-    assert all(a._weight.pattern is b for a, b in zip(model, plans)), "the pattern was taken for a new one"
-    for a, b in zip(model.state_dict().items(), alone.state_dict().items()):
-        assert a[0] == b[0]
-        torch.testing.assert_close(whole(a[1]).float(), b[1].float(), rtol=0.03, atol=0.03)
-
-def save_and_load(model, kind):
-    state = model.state_dict()
-    dcp.save(state, checkpoint_id=f"{folder}/{kind}")
-    saved = {k: whole(v).clone() for k, v in state.items()}
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=f"{folder}/{kind}")
-    model.load_state_dict(state)
-    for k, v in model.state_dict().items():
-        assert torch.equal(whole(v), saved[k]), k
-
-check(*ddp())
-parts = ddp(forward_sync_buffers=False)
-check(*parts)
-save_and_load(parts[0], "ddp")
-parts = fsdp()
-check(*parts)
-save_and_load(parts[0], "fsdp")
-other = BsrLinear(128, 96, True, (32, 32), density=1.0, dtype=torch.bfloat16).state_dict()
-try:
-    parts[0][0].load_state_dict(other)
-    raise SystemExit("loaded another number of blocks into shards")
-except RuntimeError as error:
-    assert "cannot be resized; load before it is sharded" in str(error), error
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path):
-    """DDP, whose buffers are broadcast in each forward or at the start alone, and FSDP2: as one process alone."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, str(script), r, "2", port, str(tmp_path / "state")] for r in "01"]
-    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(c, env=environment, **outputs) for c in commands]
-    try:
-        for process in processes:
-            text, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, text
-    finally:
-        for process in processes:
-            process.kill()
