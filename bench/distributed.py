@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from . import record
 
-MODULES = ["bench.cases_distributed", "bench.cases_distributed_attention"]
+MODULES = ["bench.cases_distributed", "bench.cases_distributed_attention", "bench.cases_distributed_experts"]
 SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host queues a call, as a deep model does
 WARM_S = 1.0
 COLLECTIVE_S = 300  # that a collective waits: a rank may be compiling kernels

@@ -21,6 +21,7 @@ from .ranks import Ranks
 MODULES = [
     "tests.attention.distributed_checks",
     "tests.sparse_collective.distributed_checks",
+    "tests.sparse_collective.expert_checks",
     "tests.sparse_collective.fsdp_checks",
 ]
 

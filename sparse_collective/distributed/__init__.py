@@ -2,6 +2,7 @@
 
 distribute_bsr                        this rank's block rows or columns of a matrix
 BsrColwiseParallel, BsrRowwiseParallel   styles for torch.distributed.tensor.parallel.parallelize_module
+BsrExpertParallel                     the style that deals the experts of a mixture of experts to ranks
 deal_hidden                           which hidden features each rank gets, by stored blocks
 full_state_dict                       the state of one process, from all ranks
 
@@ -9,8 +10,17 @@ FSDP2 (fully_shard) and DistributedDataParallel take the layers of sparse_collec
 """
 
 from .deal import Deal, deal_hidden
+from .experts import BsrExpertParallel
 from .matrix import distribute_bsr
 from .state import full_state_dict
 from .styles import BsrColwiseParallel, BsrRowwiseParallel
 
-__all__ = ["BsrColwiseParallel", "BsrRowwiseParallel", "Deal", "deal_hidden", "distribute_bsr", "full_state_dict"]
+__all__ = [
+    "BsrColwiseParallel",
+    "BsrExpertParallel",
+    "BsrRowwiseParallel",
+    "Deal",
+    "deal_hidden",
+    "distribute_bsr",
+    "full_state_dict",
+]

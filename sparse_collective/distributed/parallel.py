@@ -16,7 +16,6 @@ from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
 from cute_kernels.runtime.torch_compat import is_dtensor
 
-from ..bsr import BsrMatrix
 from ..nn.gated import GatedBsrLinear, gated_linear
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.linear import BsrLinear
@@ -46,6 +45,7 @@ __all__ = ["TensorParallel", "parallelize"]
 class TensorParallel(PlacedState):
     """Mixin of the layers below. in_features and out_features are those of all ranks, `grid` is this rank's."""
 
+    place: Placed
     bias: nn.Parameter | None
 
     @property
@@ -53,11 +53,6 @@ class TensorParallel(PlacedState):
         shape = [self.out_features, self.in_features]
         shape[self.place.dim] = self.local_extent
         return tuple(shape) if self.items is None else (self.items, *shape)
-
-    @property
-    def _pattern_shape(self) -> tuple[int, ...]:
-        shape = self.matrix_shape
-        return shape if self.crow_indices.dim() == 2 else shape[-2:]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -68,19 +63,6 @@ class TensorParallel(PlacedState):
     def local_extent(self) -> int:
         """Rows or columns of the weight that this rank holds."""
         return self.place.side * len(self.place.own)
-
-    @property
-    def weight(self) -> BsrMatrix:
-        """This rank's part of the weight; gradients of its values go to the DTensor."""
-        values = own_part(self.values, -3, self.nnz)
-        kept: Any = self._weight
-        fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
-        if not fits or kept.stored.shape != values.shape:
-            self._weight = kept = self._learn(values.detach())
-        return kept.with_values(values)
-
-    def _adopt(self) -> None:
-        self._weight, self._checked = None, False  # `weight` checks the indices when it is first called
 
     def local_forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         """The result of this rank's part: some features of the output, or a summand of it without bias."""

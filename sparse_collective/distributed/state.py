@@ -9,19 +9,42 @@ from torch import Tensor, nn
 
 from cute_kernels.runtime.torch_compat import is_dtensor
 
+from ..bsr import BsrMatrix
 from ..nn.module import BsrModule
 from ..pattern import Pattern
-from .place import Placed, features_of, indices_of, padded
+from .place import features_of, indices_of, own_part, padded
 
 __all__ = ["PlacedState", "full_state_dict"]
 
 
 class PlacedState(BsrModule):
-    """State of a layer whose `values` and `bias` are split over the ranks of a mesh; see TensorParallel."""
+    """Weight and state of a layer whose `values` and `bias` are split over a mesh; see TensorParallel, LocalExperts."""
 
-    place: Placed
+    place: Any
     global_crow_indices: Tensor  # buffers, not in the state under these names: the pattern of all ranks
     global_col_indices: Tensor
+
+    @property
+    def _pattern_shape(self) -> tuple[int, ...]:
+        shape = self.matrix_shape
+        return shape if self.crow_indices.dim() == 2 else shape[-2:]
+
+    @property
+    def weight(self) -> BsrMatrix:
+        """This rank's part of the weight; gradients of its values go to the DTensor."""
+        values = own_part(self.values, -3, self.nnz)
+        kept: Any = self._weight
+        fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
+        if not fits or kept.stored.shape != values.shape:
+            self._weight = kept = self._learn(values.detach())
+        return kept.with_values(values)
+
+    def _adopt(self) -> None:
+        self._weight, self._checked = None, False  # `weight` checks the indices when it is first called
+
+    def split_dim(self, name: str) -> int:
+        """The dimension of `values` or `bias` that is split."""
+        return -3 if name == "values" else -1
 
     def entries(self, name: str) -> list[Tensor] | None:
         """For each rank, the entries of one process's `values` or `bias` that it holds; None if it holds all."""
@@ -34,7 +57,7 @@ class PlacedState(BsrModule):
 
     def in_order(self, name: str, whole: Tensor) -> Tensor:
         """All ranks' parts of `values` or `bias`, with the room behind them, in the form of one process."""
-        entries, dim = self.entries(name), -3 if name == "values" else -1
+        entries, dim = self.entries(name), self.split_dim(name)
         if entries is None:
             return whole
         shape = list(whole.shape)
@@ -51,9 +74,8 @@ class PlacedState(BsrModule):
         like: Any = getattr(self, name)
         entries, whole = self.entries(name), whole.to(like.device)
         if entries is not None:
-            dim = -3 if name == "values" else -1
             mine = entries[self.place.mesh.get_local_rank()]
-            whole = padded(whole, dim, [mine], max(map(len, entries)))
+            whole = padded(whole, self.split_dim(name), [mine], max(map(len, entries)))
         return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -82,7 +104,7 @@ class PlacedState(BsrModule):
             if is_sharded_twice(getattr(self, name)):
                 error_msgs.append(f"{where}: load a full state before fully_shard, or the DTensors of state_dict()")
                 return
-            if found.shape[-3 if name == "values" else -1] != self.whole_extent(name):
+            if found.shape[self.split_dim(name)] != self.whole_extent(name):
                 error_msgs.append(f"{where}: {name} has shape {tuple(found.shape)}, for another number of entries")
                 return
             state[prefix + name] = self.own_entry(name, found)

@@ -16,7 +16,7 @@ from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 
-__all__ = ["BsrMixtureOfExperts", "SwiGLU", "routed", "routing_of"]
+__all__ = ["BsrMixtureOfExperts", "SwiGLU", "combined", "routed", "routing_of"]
 
 
 class SwiGLU(nn.Module):
@@ -128,8 +128,12 @@ def routed(
     """
     padding = routing_of(choices, experts, group_rows, elsewhere)
     y = layers(spread(x.repeat_interleave(choices.shape[1], 0), padding), padding.groups)
-    y = taken(y, padding).unflatten(0, choices.shape)  # (T, k, N)
-    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights[..., None]).sum(1).to(x.dtype)
+    return combined(taken(y, padding).unflatten(0, choices.shape), weights, x.dtype)
+
+
+def combined(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weighted sums (T, N) of the results (T, k, N) of each token's choices, in FP32 at least."""
+    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights[..., None]).sum(1).to(dtype)
 
 
 class BsrMixtureOfExperts(nn.Module):

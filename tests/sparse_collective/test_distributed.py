@@ -3,11 +3,10 @@
 import pytest
 
 from ..ranks import Ranks
-from . import distributed_checks, fsdp_checks
+from . import distributed_checks, expert_checks, fsdp_checks
 
-CHECKS = [
-    f"{module.__name__}:{check.__name__}" for module in (distributed_checks, fsdp_checks) for check in module.CHECKS
-]
+MODULES = (distributed_checks, fsdp_checks, expert_checks)
+CHECKS = [f"{module.__name__}:{check.__name__}" for module in MODULES for check in module.CHECKS]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -22,10 +21,11 @@ def test_against_one_process(ranks, check):
     ranks.run(check)
 
 
-def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path):
+@pytest.mark.parametrize("module", [fsdp_checks, expert_checks], ids=["fully_shard", "experts"])
+def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path, module):
     for number, world in enumerate((1, 2, 4, 1)):
         ranks = Ranks(world)
-        ranks.run(f"{fsdp_checks.__name__}:checkpoint_of_another_world", str(tmp_path), number)
+        ranks.run(f"{module.__name__}:checkpoint_of_another_world", str(tmp_path), number)
         ranks.close()
 
 

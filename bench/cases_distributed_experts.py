@@ -1,0 +1,80 @@
+"""Rows of expert parallelism: a mixture of experts over all ranks, beside one GPU that has all experts."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from sparse_collective.distributed import BsrExpertParallel
+from sparse_collective.distributed.dispatch import Routing
+from sparse_collective.nn import BsrMixtureOfExperts
+
+from .cases_distributed import step_of
+from .distributed import Row, timed
+
+EXPERTS, TOP_K = 8, 2
+TOKENS, DIM, HIDDEN = 8192, 4096, 14336  # of each rank; weak scaling
+DENSITY = 0.125
+
+
+def expert_parallel(density: float, training: bool) -> Callable[[torch.device], dict]:
+    """Each rank's tokens through the experts of all ranks, and through all experts on one GPU, without communication.
+
+    efficiency: tokens per second and rank over those of one GPU alone: 1 is linear scaling.
+    """
+
+    def run(device: torch.device) -> dict:
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        alone = BsrMixtureOfExperts(
+            DIM, HIDDEN, EXPERTS, TOP_K, density=density, device=device, dtype=torch.bfloat16
+        ).train(training)  # fmt: skip
+        model = parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel())
+        torch.manual_seed(1 + dist.get_rank())
+        x, dy = (torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16) for _ in range(2))
+        moved = traffic(model, x, mesh)
+        if training:
+            leaf = x.requires_grad_()
+            calls = {name: step_of(m, leaf, dy, list(m.parameters())) for name, m in named(alone, model)}
+            times = timed(calls)
+        else:
+            with torch.no_grad():
+                times = timed({name: lambda m=m: m(x) for name, m in named(alone, model)})
+        return {
+            "ms": times["ranks"], "alone_ms": times["alone"], "efficiency": times["alone"] / times["ranks"],
+            "tokens_per_s_per_rank": 1e3 * TOKENS / times["ranks"],
+            "tokens_per_s_alone": 1e3 * TOKENS / times["alone"], **moved,
+        }  # fmt: skip
+
+    return run
+
+
+def named(alone: torch.nn.Module, model: torch.nn.Module) -> tuple:
+    return ("alone", alone), ("ranks", model)
+
+
+def traffic(model: BsrMixtureOfExperts, x: torch.Tensor, mesh) -> dict:
+    """Megabytes that a rank sends to others in each all-to-all, and the largest rank's rows over the mean."""
+    with torch.no_grad():
+        leaving, arriving = Routing(model.route(x)[1], EXPERTS, mesh).rows()
+    leaving[mesh.get_local_rank()] = 0
+    counts = torch.tensor([sum(leaving), sum(arriving)], dtype=torch.float64, device=x.device)
+    largest = counts.clone()
+    dist.all_reduce(counts)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    sent, load = (counts / mesh.size()).tolist()
+    return {"MB_sent": sent * x.shape[1] * x.element_size() / 1e6, "largest_load": largest[1].item() / load}
+
+
+def rows() -> list[Row]:
+    size = f"{EXPERTS} experts, top {TOP_K}, {DIM} to {HIDDEN}, {TOKENS} tokens per rank"
+    return [
+        Row(
+            f"EP MoE {size}, {'dense' if density == 1 else f'{density:.1%}'}, {what}",
+            expert_parallel(density, training), ranks=(2, 4, 8), target={"efficiency": {2: 0.85, 4: 0.80}},
+        )
+        for density in (DENSITY, 1.0)
+        for training, what in ((False, "forward"), (True, "forward and backward"))
+    ]  # fmt: skip

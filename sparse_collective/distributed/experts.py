@@ -1,0 +1,211 @@
+"""Expert-parallel mixtures of experts: a rank of a mesh holds some experts, and multiplies all ranks' tokens of them.
+
+`values` and `bias` are DTensors of which each rank holds its experts' part. Experts with a pattern each may store
+different numbers of blocks: then each rank has room for as many blocks as the largest, with zeros behind its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cute_kernels.runtime.torch_compat import is_dtensor
+
+from ..nn.experts import BsrExperts
+from ..nn.feed_forward import BsrMixtureOfExperts
+from ..nn.grouped import BsrGroupedLinear
+from ..nn.parametrized import check_not_computed
+from ..nn.shards import check_same, pattern_hash
+from ..ops import bsr_grouped_linear
+from .dispatch import routed_over_ranks
+from .place import own_part, padded
+from .state import PlacedState
+from .styles import check_mesh
+
+__all__ = ["BsrExpertParallel", "LocalExperts"]
+
+Module = BsrMixtureOfExperts | BsrExperts
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """The experts that a rank holds: as many as the others, in the order of ranks.
+
+    mesh: one-dimensional DeviceMesh.
+    each: experts of a rank.
+    """
+
+    mesh: Any
+    each: int
+
+    def cuts(self) -> list[int]:
+        """(ranks + 1,) where each rank's experts begin."""
+        return [rank * self.each for rank in range(self.mesh.size() + 1)]
+
+
+class LocalExperts(PlacedState, BsrGroupedLinear):
+    """A BsrGroupedLinear of which this rank has some experts. Forward takes their tokens, and numbers them from 0."""
+
+    place: PlacedExperts
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        return self.place.each, self.out_features, self.in_features
+
+    def split_dim(self, name: str) -> int:
+        """Experts, or the blocks of all experts if each has a pattern of its own."""
+        if name == "bias":
+            return -2
+        return -4 if self.crow_indices.dim() == 1 else -3
+
+    def entries(self, name: str) -> list[Tensor]:
+        """See PlacedState; as each rank holds some experts, they are ranges."""
+        crow, cuts = self.global_crow_indices, self.place.cuts()
+        if name == "values" and crow.dim() == 2:  # an expert's first number is its first block
+            cuts = [*crow[cuts[:-1], 0].tolist(), len(self.global_col_indices)]
+        return [torch.arange(begin, end, device=crow.device) for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+    def whole_extent(self, name: str) -> int:
+        blocks = name == "values" and self.global_crow_indices.dim() == 2
+        return len(self.global_col_indices) if blocks else self.place.each * self.place.mesh.size()
+
+    def forward(
+        self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None
+    ) -> Tensor:
+        bias = None if self.bias is None else own_part(self.bias, 0, self.place.each)
+        return bsr_grouped_linear(
+            x, self.weight, offs=offs, expert_ids=expert_ids, group_rows=group_rows, bias=bias,
+            activation=self.activation,
+        )  # fmt: skip
+
+
+class ParallelMixtureOfExperts(BsrMixtureOfExperts):
+    """A BsrMixtureOfExperts over the ranks of a mesh. Its router is whole on each rank."""
+
+    place: PlacedExperts
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_local(self, x)
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, choices = self.route(tokens)
+        y = routed_over_ranks(tokens, choices, weights, self.experts, self.group_rows, self._layers, self.place.mesh)
+        return y.view(x.shape)
+
+
+class ParallelExperts(BsrExperts):
+    """A BsrExperts over the ranks of a mesh."""
+
+    place: PlacedExperts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        check_local(self, hidden_states)
+        return routed_over_ranks(
+            hidden_states, top_k_index, top_k_weights, self.num_experts, self.group_rows, self._layers, self.place.mesh
+        )
+
+
+KINDS: dict[type, type] = {BsrMixtureOfExperts: ParallelMixtureOfExperts, BsrExperts: ParallelExperts}
+
+
+def check_local(module: nn.Module, x: Any) -> None:
+    if is_dtensor(x):
+        raise TypeError(
+            f"{type(module).__name__}: tokens are a DTensor placed as {x.placements}; pass this rank's tokens, "
+            "x.to_local()"
+        )
+
+
+class BsrExpertParallel(ParallelStyle):
+    """Deal the experts of a mixture of experts to the ranks of a mesh.
+
+    Takes BsrMixtureOfExperts and BsrExperts, of any density. Each rank holds experts / ranks of them, in the order of
+    ranks, and passes its own tokens to forward. Tokens go to the ranks that hold their experts by an all-to-all, and
+    results come back by another one; results and their order are those of one process. Numbers of tokens may differ
+    between ranks, and be 0. All ranks call forward and backward together.
+
+    `values` become DTensors placed as Shard(0). Where all experts share a pattern, or all ranks hold equally many
+    blocks, torch.distributed.checkpoint loads them into any number of ranks. Other parameters stay as they are: the
+    router is whole on each rank, and its gradient is that of this rank's tokens, as of any other layer of a model under
+    data parallelism. Gradients of experts are summed over the tokens of all ranks.
+
+    parallelize_module raises:
+        TypeError: the module is of another type, or sharded already.
+        ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions, or
+            the module is on the meta device.
+        RuntimeError: ranks hold different patterns.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2,))
+        parallelize_module(model, mesh, {"layers.*.moe": BsrExpertParallel()})
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        check_mesh(self, device_mesh)
+        kind = KINDS.get(type(module))
+        if kind is None:
+            known = ", ".join(kind.__name__ for kind in KINDS)
+            raise TypeError(f"{type(self).__name__} takes {known}; got {type(module).__name__}")
+        layers = [layer for layer in module.modules() if isinstance(layer, BsrGroupedLinear)]
+        for layer in layers:
+            check_layer(type(self).__name__, layer, device_mesh)
+        for layer in layers:
+            localize(layer, device_mesh, self.src_data_rank)
+        if (router := getattr(module, "router", None)) is not None and self.src_data_rank is not None:
+            for parameter in router.parameters():
+                group = device_mesh.get_group()
+                torch.distributed.broadcast(parameter.data, group=group, group_src=self.src_data_rank)
+        module.__class__ = kind
+        module.__dict__["place"] = layers[0].place
+        return module
+
+
+def check_layer(style: str, layer: Any, mesh: Any) -> None:
+    """Reject a layer whose experts cannot be dealt.
+
+    Raises:
+        TypeError: its values are computed of another parameter, or it is sharded.
+        ValueError: it is on the meta device, or its experts are no multiple of the ranks.
+        RuntimeError: ranks hold different patterns.
+    """
+    if type(layer) is not BsrGroupedLinear:
+        raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
+    check_not_computed(style, layer)
+    if is_dtensor(layer.values):
+        raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
+    if layer.crow_indices.is_meta:
+        raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
+    if layer.items is None or layer.items % mesh.size():
+        raise ValueError(f"{style}: {layer.items} experts are not a multiple of {mesh.size()} ranks")
+    check_same(
+        style, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
+        "load one state on all ranks, or seed them alike before the model is made",
+    )  # fmt: skip
+
+
+def localize(layer: Any, mesh: Any, src_data_rank: int | None) -> None:
+    """Change a BsrGroupedLinear in place into LocalExperts; every rank holds the whole layer before."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    place, crow, col = PlacedExperts(mesh, layer.items // mesh.size()), layer.crow_indices, layer.col_indices
+    layer.register_buffer("global_crow_indices", crow, persistent=False)
+    layer.register_buffer("global_col_indices", col, persistent=False)
+    layer.__class__ = LocalExperts
+    layer.__dict__["place"] = place
+    rank = mesh.get_local_rank()
+    for name in ("values", "bias"):
+        if (whole := getattr(layer, name)) is not None:
+            dim = layer.split_dim(name) + whole.dim()
+            placed = padded(whole.detach(), dim, layer.entries(name))
+            placed = distribute_tensor(placed, mesh, [Shard(dim)], src_data_rank=src_data_rank)
+            setattr(layer, name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+    if crow.dim() == 2:
+        layer.col_indices = col[layer.entries("values")[rank]]
+        own = crow[rank * place.each : (rank + 1) * place.each]
+        layer.crow_indices = own - own[0, 0]
+    layer._random, layer._kept_pattern = False, None
+    layer._adopt()
