@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
 
 from .fp8.quantized import Quantized, unpacked_arguments
 from .runtime.device import assume
+from .runtime.families import family_of
 
 if TYPE_CHECKING:
     from .matmul.plan import Plan
@@ -42,7 +46,15 @@ def bound_arguments(op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return bound.args, bound.kwargs
 
 
-def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
+@overload
+def explain(op, *args, arch: str | None = None, backward: Literal[False] = False, **kwargs) -> Plan: ...
+
+
+@overload
+def explain(op, *args, arch: str | None = None, backward: Literal[True], **kwargs) -> TrainingPlan: ...
+
+
+def explain(op, *args, arch: str | None = None, backward: bool = False, **kwargs) -> Plan | TrainingPlan:
     """Return the plan of `op(*args, **kwargs)` without running it; print it to read it.
 
     `plan.facts` holds path, architecture and configuration, `plan.notes` the reasons, including copies and slow
@@ -52,7 +64,26 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
     With `arch` the plan is made for another GPU, by the cost model: "sm_90" for an H100 or H200, "sm_80" for an A100,
     "sm_86" for an RTX 3090, "sm_89" for an RTX 4090. This needs no GPU: tensors may be on the CPU or on torch's "meta"
     device, and nothing is compiled. Without it, planning compiles the kernel unless a cache has it.
+
+    Args:
+        op: gemm, bsr_matmul, bsr_linear, bsr_gated_linear, bsr_grouped_linear, sddmm, attention or
+            block_sparse_attention. With backward=True also an nn.Module or any function that calls these.
+        args, kwargs: the arguments of the call.
+        arch: the GPU to plan for; default that of the tensors.
+        backward: True also plans the backward pass, for contiguous gradients of all outputs with respect to the
+            tensors that require one, and returns a TrainingPlan. The call runs on fake tensors (torch's
+            FakeTensorMode), and compiles and launches nothing.
+
+    Raises:
+        ValueError: the op is unknown, or with backward=True no output requires a gradient.
+
+    Example:
+        a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
+        print(explain(gemm, a, b, arch="sm_90"))
+        print(explain(gemm, a, b, activation="gelu", arch="sm_90", backward=True))
     """
+    if backward:
+        return _with_backward(op, args, kwargs, arch)
     planner = planner_of(op)
     args, kwargs = bound_arguments(op, args, kwargs)
     if arch is None:
@@ -62,6 +93,49 @@ def explain(op, *args, arch: str | None = None, **kwargs) -> Plan:
         if plan.facts is not None:
             plan.notes.append(f"planned for {spec.name} with {sms} multiprocessors, by the cost model")
         return plan
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Plan of a call and its backward pass; print it to read it.
+
+    Attributes:
+        plan: the plan of the call, as without backward=True; None for a module or a user's function.
+        forward: facts of the kernels that the call launches, in order. torch's own kernels are not listed.
+        backward: facts of the kernels that the backward pass launches, in order.
+
+    `cute_kernels.report.report_of_kernel(facts)` compiles one of them and reads its machine code, as `inspect` does.
+    """
+
+    plan: Plan | None
+    forward: tuple
+    backward: tuple
+
+    def __str__(self) -> str:
+        lines = [] if self.plan is None else [str(self.plan)]
+        parts = [("backward", self.backward)]
+        if self.plan is None or len(self.forward) > 1:
+            parts.insert(0, ("forward", self.forward))
+        for name, kernels in parts:
+            count = f"{len(kernels)} kernel{'' if len(kernels) == 1 else 's'}" if kernels else "no kernel, torch only"
+            lines.append(f"{name}: {count}")
+            lines += [f"  {i}. {f.family}: {family_of(f).title(f)}" for i, f in enumerate(kernels, 1)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _with_backward(op, args: tuple, kwargs: dict, arch: str | None) -> TrainingPlan:
+    """The plan of a call and its backward pass."""
+    from .first_call import collected_call, target_gpu
+
+    if not callable(op):
+        planner_of(op)  # raises
+    plan = None
+    if not isinstance(op, torch.nn.Module) and op in _PLANNERS:
+        plan = explain(op, *args, arch=arch, **kwargs)
+    kernels, forward = collected_call("explain", op, args, kwargs, True, target_gpu("explain", arch))
+    return TrainingPlan(plan, tuple(kernels.launches[:forward]), tuple(kernels.launches[forward:]))
 
 
 def inspect(op, *args, arch: str | None = None, **kwargs) -> KernelReport:

@@ -17,7 +17,7 @@ from .arch import arch_named
 from .progress import with_progress
 from .runtime import keys
 from .runtime.cache import default_cache
-from .runtime.device import MULTIPROCESSORS, Assumed, device_arch
+from .runtime.device import MULTIPROCESSORS, Assumed, Collected, device_arch
 from .runtime.families import family_of
 from .runtime.parallel import compile_object
 from .runtime.torch_compat import tree_leaves
@@ -93,10 +93,10 @@ def warm_up(
     if jobs is not None and jobs < 1:
         raise ValueError(f"warm_up: jobs must be at least 1, got {jobs}")
     arguments = [_arguments(call) for call in calls]
-    gpu = _gpu(arch)
+    gpu = target_gpu("warm_up", arch)
     facts: dict = {}
     for args, kwargs in arguments:
-        facts |= _kernels_of(model, args, kwargs, backward, gpu)
+        facts |= collected_call("warm_up", model, args, kwargs, backward, gpu)[0]
     cache = default_cache()
     missing = [f for f in facts if not cache.has(f)]
     _compile(missing, jobs or os.cpu_count() or 1, progress)
@@ -117,12 +117,13 @@ def _arguments(call) -> tuple[tuple, Mapping[str, Any]]:
     )
 
 
-def _gpu(arch: str | None) -> Assumed:
+def target_gpu(what: str, arch: str | None) -> Assumed:
+    """The GPU of this architecture, or the current one. what: the function that needs it, for messages."""
     if arch is not None:
         spec = arch_named(arch)
         return Assumed(spec, MULTIPROCESSORS[spec.name])
     if not torch.cuda.is_available():
-        raise RuntimeError('warm_up: there is no GPU; name the one to compile for, such as arch="sm_90"')
+        raise RuntimeError(f'{what}: there is no GPU; name the one to compile for, such as arch="sm_90"')
     return Assumed(*device_arch(torch.cuda.current_device()))
 
 
@@ -135,39 +136,42 @@ class _ByReference(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _kernels_of(model: Callable, args: tuple, kwargs: Mapping[str, Any], backward: bool, gpu: Assumed) -> dict:
-    """Facts of the kernels of one call, as keys."""
+def collected_call(
+    what: str, model: Callable, args: tuple, kwargs: Mapping[str, Any], backward: bool, gpu: Assumed
+) -> tuple[Collected, int]:
+    """The kernels of one call, and the number of launches before its backward pass. what: see target_gpu."""
     try:
         with _ByReference():
             state = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
             model, args, kwargs = copy.deepcopy((model, args, kwargs), {id(t): t for t in state})
     except Exception as error:
         raise TypeError(
-            f"warm_up: the module or its arguments cannot be copied ({error}); pass a function that calls it, as in "
-            "warm_up(lambda x: model(x), (x,)), whose run may change the module's Python attributes"
+            f"{what}: the module or its arguments cannot be copied ({error}); pass a function that calls it, as in "
+            "lambda x: model(x), whose run may change the module's Python attributes"
         ) from error
     from .runtime.collect import collect  # imports torch's compiler, which takes seconds
 
     with collect(gpu) as (facts, collector):
         try:
             result = model(*args, **kwargs)
+            forward = len(facts.launches)
             if backward:
-                _differentiate(result, [leaf for leaf, _ in collector.leaves.values()])
+                _differentiate(what, result, [leaf for leaf, _ in collector.leaves.values()])
         except Exception as error:
             if "DataDependent" not in type(error).__name__:
                 raise
             raise RuntimeError(
-                "warm_up: the model reads the value of a tensor, which has none while no kernel runs. Run the program "
+                f"{what}: the model reads the value of a tensor, which has none while no kernel runs. Run the program "
                 "once with CUTE_KERNELS_RECORD=FILE, and then python -m cute_kernels compile --calls FILE --out DIR"
             ) from error
-    return facts
+    return facts, forward
 
 
-def _differentiate(result, leaves: Sequence[Tensor]) -> None:
+def _differentiate(what: str, result, leaves: Sequence[Tensor]) -> None:
     """Run the backward pass, without adding to any gradient."""
     outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     if not outputs or not leaves:
-        raise ValueError("warm_up: backward=True, but no output of the model requires a gradient")
+        raise ValueError(f"{what}: backward=True, but no output of the call requires a gradient; use requires_grad_()")
     ones = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs]
     torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .device import Assumed, assume, collecting
+from .device import Assumed, Collected, assume, collecting
 from .library import IMPLEMENTATIONS
 from .torch_compat import (
     TorchDispatchMode,
@@ -67,7 +67,7 @@ class Collector(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def collect(gpu: Assumed) -> Iterator[tuple[dict, Collector]]:
+def collect(gpu: Assumed) -> Iterator[tuple[Collected, Collector]]:
     """Context manager in which calls on any device are planned for `gpu`; yields (facts of their kernels, the mode).
 
     The backward pass must run inside it, too. It runs in the calling thread, and gradients are restored at the end.

@@ -3,7 +3,8 @@
 import contextlib
 import contextvars
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,15 +79,28 @@ def assume(arch: str, sms: int | None = None):
         _ASSUMED.reset(token)
 
 
-_COLLECTED: contextvars.ContextVar[dict | None] = contextvars.ContextVar("cute_kernels_collected", default=None)
+class Collected(dict):
+    """Facts of requested kernels, as keys. `launches`: facts of the kernels that calls would launch, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list = []
+
+    def function(self, facts: Any) -> Callable:
+        """Note a request; the function notes a launch."""
+        self[facts] = None
+        return lambda *_: self.launches.append(facts)
+
+
+_COLLECTED: contextvars.ContextVar[Collected | None] = contextvars.ContextVar("cute_kernels_collected", default=None)
 collected = _COLLECTED.get
 
 
 @contextlib.contextmanager
 def collecting():
-    """Context manager in which requested kernels are noted, and neither compiled nor launched; yields a dict whose keys
-    are their facts. Plans are not cached."""
-    facts: dict = {}
+    """Context manager in which requested kernels are noted, and neither compiled nor launched; yields a Collected.
+    Plans are not cached."""
+    facts = Collected()
     token = _COLLECTED.set(facts)
     try:
         yield facts

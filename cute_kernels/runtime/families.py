@@ -162,13 +162,8 @@ def compile_kernel(facts: Any, *, keep_cubin: bool = False) -> Built:
 def function_for(facts: Any):
     """The kernel's function, from memory, a bundle or the disk, or compiled now."""
     if (noted := collected()) is not None:
-        noted[facts] = None
-        return _no_launch
+        return noted.function(facts)
     return default_cache().get(facts, lambda: compile_kernel(facts))
-
-
-def _no_launch(*_arguments) -> None:
-    """The function of a kernel whose facts are collected."""
 
 
 def known_ops() -> tuple[str, ...]:
