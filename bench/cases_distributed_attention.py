@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attention import attention, block_sparse_attention, patterns
-from attention.distributed import context_parallel_attention, plan_context_parallel
+from attention.distributed import context_parallel_attention, exchange, plan_context_parallel
 from attention.distributed.plan import plans
 from attention.masks.block_mask import BlockMask
 
 from .distributed import Row, timed
+from .simulate import PACKED
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
-PACKED = (1024, 2048, 4096, 4096, 5120, 6144, 7168, 8192, 8192, 9216, 10240, 10240, 11264, 12288, 15360, 16384)  # 128k
 ROUNDS = 7
 SHARDS = 4  # of one GPU
 
@@ -148,14 +148,24 @@ def on_ranks(problem: Problem) -> dict:
     del whole
     one = calls_of(functools.partial(problem.whole, mask=mask), tensors, dout)
     times = times_of(one=one, all=calls_of(attend, local, local_dout))
+    kept = calls_of(functools.partial(attend, keep_kv=True), local, local_dout)
     narrow = calls_of(functools.partial(attend, reduce_dtype=torch.bfloat16), local, local_dout)
+    options = times_of(kept=kept, narrow=narrow)
+    buffers = [exchange.gathered(t, plan) for t in local[1:]]
+    parts = [t.float() for t in buffers]
+    moves = timed({
+        "gather": lambda: [exchange.gathered(t, plan) for t in local[1:]],
+        "reduce": lambda: [exchange.reduced(t, plan, torch.bfloat16) for t in parts],
+    }, ROUNDS)  # fmt: skip
     moved = torch.tensor([plan.moved_bytes(*local[1:]) / 1e6, error], device="cuda")
     dist.all_reduce(moved, dist.ReduceOp.MAX)
     forward, backward = over(times["one"], times["all"], 1 / size)
     return {
         "one_gpu_ms": times["one"], "ms": times["all"], "forward": forward, "backward": backward, "deal": plan.deal,
         "moved_mb": round(moved[0].item(), 1), "error": round(moved[1].item(), 6),
-        "backward_bf16": over(times["one"], times_of(narrow=narrow)["narrow"], 1 / size)[1],
+        "backward_kept": over(times["one"], options["kept"], 1 / size)[1],
+        "backward_bf16": over(times["one"], options["narrow"], 1 / size)[1],
+        "gather_ms": round(moves["gather"], 3), "reduce_ms": round(moves["reduce"], 3),
     }  # fmt: skip
 
 

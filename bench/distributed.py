@@ -152,6 +152,8 @@ def measure(world: int, only: str) -> list[dict]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure with each number of ranks, in processes of their own; 1 if a row failed."""
+    if args.simulate:
+        return simulated(args)
     count = torch.cuda.device_count()
     worlds = args.ranks or [n for n in (2, 4, 8) if n <= count]
     if not worlds or max(worlds) > count:
@@ -170,11 +172,26 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def simulated(args: argparse.Namespace) -> int:
+    """Print predictions from what was measured, of each card in args.out."""
+    from .simulate import simulate
+
+    paths = sorted(args.out.glob("*/distributed.json"))
+    for path in paths:
+        print(path.parent.name)
+        simulate(path, args.simulate)
+    if not paths:
+        print(f"bench distributed: no distributed.json under {args.out}; --simulate predicts from what was measured")
+    return 0 if paths else 2
+
+
 def add_command(subparsers) -> None:
     """Add `distributed` to the subcommands of an argparse parser."""
     options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     sub = subparsers.add_parser("distributed", help="sharded layers on several GPUs of one host", **options)
     sub.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
+    text = "predict context-parallel attention on so many GPUs from what was measured (bench/simulate.py)"
+    sub.add_argument("--simulate", type=int, nargs="+", metavar="N", help=text)
     sub.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file")
     sub.add_argument("--out", type=Path, default=record.RESULTS, metavar="FOLDER", help="folder of the results")
     sub.set_defaults(run=run)

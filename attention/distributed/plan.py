@@ -172,13 +172,13 @@ def plan_context_parallel(
     return _planned(mask, size, deal, (rank,), group)[0]
 
 
-def plans(mask, size: int, deal: str = "auto") -> list[ContextParallelPlan]:
-    """The plans of `size` processes, without any: to simulate them on one device.
+def plans(mask, size: int, deal: str = "auto", ranks: Sequence[int] | None = None) -> list[ContextParallelPlan]:
+    """The plans of `size` processes, or of some of them, without any: to simulate them on one device.
 
     Example:
         >>> parts = [attend(plan) for plan in plans(mask, 4)]        # see tests/attention/distributed
     """
-    return _planned(_block_mask(mask), size, deal, range(size), None)
+    return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None)
 
 
 def _planned(mask: BlockMask, size: int, deal: str, ranks, group) -> list[ContextParallelPlan]:
