@@ -131,6 +131,7 @@ def context_parallel_attention(
         (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.
 
     Differentiable once in q, k and v. All processes must call it, and its backward, in the same order.
+    torch.compile traces it without graph breaks, and compiles it again for another plan.
 
     Raises:
         TypeError, ValueError: see block_sparse_attention; or L is not that of the plan.

@@ -91,38 +91,43 @@ def one_process_and_many(device):
             assert torch.equal(a, b)
 
 
+def further_is_less(score, b, h, q, kv):
+    return score - 0.01 * (h + 1) * (q - kv)
+
+
 def score_functions(device):
     """They get positions in the whole sequence."""
     *tensors, dout = qkv(device)
     mask = patterns.causal((LENGTH, LENGTH), device=device)
     plan = plan_context_parallel(mask, mesh_of(device))
 
-    def score_mod(score, b, h, q, kv):
-        return score - 0.01 * (h + 1) * (q - kv)
-
-    found = attend(plan, *tensors, dout, score_mod=score_mod)
-    compare(whole(plan, found), truth(*tensors, dout, mask, score_mod), "score_mod")
+    found = attend(plan, *tensors, dout, score_mod=further_is_less)
+    compare(whole(plan, found), truth(*tensors, dout, mask, further_is_less), "score_mod")
     slopes = torch.ones(4, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="get no gradients here"):
         attend(plan, *tensors, dout, score_mod=lambda score, b, h, q, kv: score - slopes[h] * (q - kv))
 
 
 def checkpointing_and_compile(device):
-    """Activation checkpointing and torch.compile change nothing."""
+    """Activation checkpointing and torch.compile, in one graph, change nothing."""
     *tensors, dout = qkv(device)
     plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
-    wanted = attend(plan, *tensors, dout, deterministic=True)
 
-    def attended(q, k, v):
-        return context_parallel_attention(q, k, v, plan, deterministic=True)
+    def attended(q, k, v, **options):
+        return context_parallel_attention(q, k, v, plan, deterministic=True, **options)
 
-    for call in (
-        lambda *t: checkpoint(attended, *t, use_reentrant=False),
-        torch.compile(attended, backend="aot_eager"),
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(attended, backend=backend, fullgraph=True)
+    scored = {"keep_kv": True, "score_mod": further_is_less}
+    for call, options in (
+        (lambda *t: checkpoint(attended, *t, use_reentrant=False), {}),
+        (compiled, {}),
+        (lambda *t: compiled(*t, **scored), scored),
     ):
         leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
         out = call(*leaves)
         found = out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))
+        wanted = attend(plan, *tensors, dout, deterministic=True, **options)
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a, b)
 
