@@ -196,7 +196,7 @@ def plan_block_sparse(args: AttentionArgs) -> FlashPlan:
         fp8.check(args)
     else:
         if args.k_descale is not None or args.v_descale is not None:
-            checks.check_wide(args, "a block mask and q of 16 bits")
+            checks.check_wide(args, "a block mask and a 16-bit q")
         checks.check_qkv(OP, q, k, v)
     plan = planning.checked_plan(args, (*q.shape[:3], v.shape[-1]), q.shape[:3], k.shape[2])
     checks.check_block_mask(OP, mask, q, k)

@@ -130,7 +130,7 @@ def out_dtype(op: str, q, out) -> torch.dtype:
     if q.dtype not in FLOAT8 or not isinstance(out, torch.Tensor):  # an `out` that is no tensor: check_out raises
         return default_out_dtype(q.dtype)
     if out.dtype not in NAMES:
-        raise TypeError(f"{op}: out is {out.dtype}; of a q of 8 bits it is {', '.join(map(str, NAMES))}")
+        raise TypeError(f"{op}: out is {out.dtype}; for an FP8 q it must be {', '.join(map(str, NAMES))}")
     return out.dtype
 
 

@@ -47,8 +47,8 @@ def check_operands(args: AttentionArgs) -> None:
         if tensor.dtype != E4M3 and not (name == "v" and tensor.dtype in OPERANDS):
             others = ", ".join(str(t.dtype) for t in (q, k, v))
             raise TypeError(
-                f"{op}: {name} is {tensor.dtype}; with q of 8 bits q and k are {E4M3}, and v is, too, or has 16 bits "
-                f"(here {others}); quantize {name} to it, or dequantize the others, as (q.float() * "
+                f"{op}: {name} is {tensor.dtype}; with an FP8 q, q and k must be {E4M3}, and v {E4M3} or 16-bit "
+                f"(got {others}); quantize {name} to it, or dequantize the others, as (q.float() * "
                 "scale).to(torch.bfloat16). Decoding takes a BF16 q with FP8 caches (seqused_k), E5M2 too"
             )
 
@@ -184,8 +184,8 @@ def too_large(v) -> str:
     batch, heads, rows, dim = v.shape if v.dim() == 4 else (1, v.shape[1], v.shape[0], v.shape[2])
     if max(batch, heads) > MOST_ITEMS or rows * dim >= 2**33:
         return (
-            f"v of 8 bits has {batch} items, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} items "
-            f"and heads, and {2**33} numbers of a head are possible: split it into several calls, or give v in 16 bits"
+            f"FP8 v has {batch} matrices, {heads} heads and {rows} rows of {dim}; at most {MOST_ITEMS} matrices "
+            f"and heads, and {2**33} elements per head are supported: split it into several calls, or pass a 16-bit v"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""User-defined source of K-tiles: the product of a lower triangular matrix, with half of the work.
+"""User-defined source of K-tiles: a GEMM with a lower triangular matrix, in half of the time.
 
 Algorithm. A is lower triangular, in tiles of 128 rows and 64 columns. Row tile m has no elements beyond column
 128 (m + 1), so it needs the first 2 (m + 1) K-tiles only. Half of A is neither loaded nor multiplied.

@@ -112,11 +112,11 @@ def _check_groups(op: str, W, x, expert_ids) -> None:
 def check_structured(op: str, accumulation_dtype, narrow: bool, precision=None) -> None:
     """Raise ValueError for arguments that a Bsr24 does not support. narrow: True for an FP8 output."""
     if accumulation_dtype is not None:
-        raise ValueError(f"{op}: products of a Bsr24 are summed in fp32 alone; leave accumulation_dtype out")
+        raise ValueError(f"{op}: a Bsr24 always accumulates in FP32; leave accumulation_dtype out")
     if precision is not None:
-        raise ValueError(f"{op}: a Bsr24 has no float32 values, which precision belongs to; leave it out")
+        raise ValueError(f"{op}: precision requires float32 values, which a Bsr24 cannot have; leave it out")
     if narrow:
-        raise ValueError(f"{op}: a Bsr24 has no float8 outputs; use cute_kernels.quantize")
+        raise ValueError(f"{op}: a Bsr24 does not support FP8 outputs; use cute_kernels.quantize")
 
 
 def check_gated(W) -> None:

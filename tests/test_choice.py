@@ -85,7 +85,7 @@ def test_explain_of_a_kernel(emulated):
     text = str(explain(gemm, normal(200, 136), normal(136, 264), out=poisoned(200, 265)[:, 1:]))
     assert "store: element by element" in text
     W = random_bsr((64, 224), (16, 112), density=0.5)
-    assert "blocks: 16x112, MMA steps a K-tile " in str(explain(bsr_matmul, W, normal(224, 24)))
+    assert "blocks: 16x112, MMA steps per K-tile " in str(explain(bsr_matmul, W, normal(224, 24)))
     assert "skinny" in str(explain(bsr_matmul, W, normal(224, 8)))
 
 

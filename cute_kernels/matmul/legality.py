@@ -370,7 +370,7 @@ def _schedule_sm90(facts: GemmFacts) -> str:
     if cfg.schedule and (cfg.schedule != OVERLAP_STORE or not facts.may_overlap_store):
         return (
             f'schedule={cfg.schedule!r}: it must be "", or "{OVERLAP_STORE}" for FP8 blocks with a scale each and one '
-            "K-tile, in a cooperative kernel with A in registers and an output of 16 bits"
+            "K-tile, in a cooperative kernel with A in registers and a 16-bit output"
         )
     if cfg.stages < 2:
         return "one stage: a K-tile is released after the next one has been issued"

@@ -39,31 +39,31 @@ class Plan(CallPlan):
         lines = [f"configuration: {f.config}" + (f", raster panels of {self.group}" if self.group else "")]
         lines.append(f"operands: {f.dtype} -> {f.out_dtype}, majors {f.majors}, alignments {f.aligns} elements")
         if f.element.width == 1 or f.promoted or f.acc_dtype != "float32":
-            lines.append(f"sums: {sums_text(f)}")
+            lines.append(f"accumulation: {accumulation_text(f)}")
         if f.dtype == "float32":
             where = "when they are copied" if f.promoted else "by TMA" if f.warp_specialised else "in registers"
             lines.append(f"precision: operands rounded to TF32 {where}")
         if f.source is not None:
             lines.append(f"source: tiles of {f.source.tile_m}x{f.source.tile_k}, of a KTileSource")
         if f.block:
-            steps = f", MMA steps a K-tile {f.k_blocks}" if all(f.k_blocks) else ""
+            steps = f", MMA steps per K-tile {f.k_blocks}" if all(f.k_blocks) else ""
             lines.append(f"blocks: {f.block.bm}x{f.block.bk}{steps}")
             if f.block.batch:
                 runs = f", grouped in runs of {f.block.run} rows" if f.block.run else ""
-                lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'a pattern an item'}{runs}")
+                lines.append(f"batch: {'one pattern' if f.block.batch == 'values' else 'one pattern per matrix'}{runs}")
         return lines
 
 
-def sums_text(f) -> str:
+def accumulation_text(f) -> str:
     """Describe the accumulation of a kernel with these facts."""
     if f.acc_dtype != "float32":
-        return f"of the tensor cores, in {f.acc_dtype}"
+        return f"{f.acc_dtype} in the tensor cores"
     if not f.promotes and not f.converts:
-        return "of the tensor cores, which keep fewer bits than fp32"
+        return "fast, in the tensor cores' accumulators of about 14 bits of mantissa"
     steps = min(4 * f.config.stored, max(f.k_blocks)) if f.warp_specialised else f.config.stored
     products = f.element.mma_k * steps
-    text = "in fp32, of operands made fp16" if f.converts else f"promoted to fp32 after every {products} of K"
-    text += ", and multiplied by their scales" if f.epilogue.scales_blocks else ""
+    text = "FP32, of operands converted to FP16" if f.converts else f"promoted to FP32 every {products} elements of K"
+    text += ", multiplied by their scales" if f.epilogue.scales_blocks else ""
     return text + (", times the scale of their block" if f.block and f.block.scaled else "")
 
 

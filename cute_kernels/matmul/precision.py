@@ -30,7 +30,7 @@ def check_precision(op: str, value, dtype: torch.dtype) -> None:
     if value not in PRECISIONS:
         raise ValueError(f"{op}: precision={value!r}; it must be {known}, of torch.float32 operands")
     if dtype != torch.float32:
-        raise ValueError(f"{op}: precision={value!r} of {dtype} operands; torch.float32 ones have it (leave it out)")
+        raise ValueError(f"{op}: precision={value!r} requires torch.float32 operands, got {dtype} (leave it out)")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

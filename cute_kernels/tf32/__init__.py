@@ -1,1 +1,1 @@
-"""fp32 operands as products of TF32 want them: contiguous along K, as they are or in parts side by side, by kernels."""
+"""Copies of FP32 operands for TF32 GEMMs, contiguous along K: unchanged, or as TF32 parts side by side."""

@@ -1,6 +1,6 @@
 """The derivative of a Program by its first input, or by what it loads: another Program, made by the rules of calculus.
 
-Forward mode: beside each value stands its tangent, None where it is zero. So a branch that is not taken adds nothing,
+Forward mode: each value has a tangent, None if it is zero. So a branch that is not taken adds nothing,
 whatever it would have been there. Where an operation has no derivative, as torch has it: half to each of two equal
 operands of a maximum or minimum, 0 for the sign of 0 and for roundings.
 """

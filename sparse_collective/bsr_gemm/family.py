@@ -116,7 +116,7 @@ def values_bytes(problem: Problem) -> float:
 
 
 def held_by_dram(problem: Problem) -> float:
-    """The least clocks of a product of few columns by kernels not made for it; 0 of others.
+    """Lower bound on the clocks of a small-N GEMM by kernels that are not made for it; 0 for others.
 
     They reach these shares of DRAM's rate: measured with 1 token, W 16384 and 8192 squared.
     """

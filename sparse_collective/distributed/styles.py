@@ -29,7 +29,7 @@ class BsrColwiseParallel(ColwiseParallel):
         use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
         deal: the hidden features of each rank, of deal_hidden; without it ranks get ranges of equally many block rows,
             or one more.
-        overlap: all-gather tokens beside the GEMM, which multiplies each rank's as they arrive, through symmetric
+        overlap: all-gather tokens during the GEMM, which multiplies each rank's as they arrive, through symmetric
             memory on CUDA. Needs input_layouts=Shard(0), and GPUs that reach each other's memory (NVLink).
 
     parallelize_module raises:
@@ -89,7 +89,7 @@ class BsrRowwiseParallel(RowwiseParallel):
         use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
         deal: the features of each rank, of deal_hidden; without it ranks get ranges of equally many block columns, or
             one more.
-        overlap: send each rank's summand beside the GEMM of the next one. Needs output_layouts=Shard(0), and tokens
+        overlap: send each rank's summand during the GEMM of the next one. Needs output_layouts=Shard(0), and tokens
             that are a multiple of the number of ranks; see BsrColwiseParallel.
 
     Raises as BsrColwiseParallel does.

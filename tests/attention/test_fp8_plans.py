@@ -50,8 +50,8 @@ def test_values_lie_as_in_shared_memory(tile):
 SCALE = torch.ones(1)
 WRONG = [
     ({"q": BF16}, TypeError, "require the decode kernel, .*got 2000 queries"),
-    ({"k": BF16}, TypeError, "k is torch.bfloat16; with q of 8 bits q and k are torch.float8_e4m3fn"),
-    ({"v": FP32}, TypeError, "v is torch.float32; with q of 8 bits .* v is, too, or has 16 bits"),
+    ({"k": BF16}, TypeError, "k is torch.bfloat16; with an FP8 q, q and k must be torch.float8_e4m3fn"),
+    ({"v": FP32}, TypeError, "v is torch.float32; with an FP8 q, .* or 16-bit"),
     ({"v": BF16} | FAST, TypeError, "use_fast_accum requires q, k and v in torch.float8_e4m3fn, got "),
     ({"use_fast_accum": 1}, TypeError, "use_fast_accum must be True or False, got 1"),
     (
@@ -66,8 +66,8 @@ WRONG = [
     ({"k_descale": torch.ones(2, 4)}, ValueError, "k_descale has shape .2, 4.; it must be .1,., .2,. or .2, 2."),
     ({"v_descale": torch.ones(2, 2, 3)}, ValueError, "or .2, 2, 2. of blocks of 128 tokens"),
     ({"v_descale": torch.ones(1, device="meta")}, ValueError, "v_descale is on meta"),
-    ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64; of a q of 8 bits it is"),
-    ({"out": torch.empty(2, 4, 200, 64, dtype=E4M3)}, TypeError, "out is torch.float8_e4m3fn; of a q of 8 bits it is"),
+    ({"out": torch.empty(2, 4, 200, 64, dtype=FP64)}, TypeError, "out is torch.float64; for an FP8 q it must be"),
+    ({"out": torch.empty(2, 4, 200, 64, dtype=E4M3)}, TypeError, "out is torch.float8_e4m3fn; for an FP8 q it must be"),
     (
         {"seqused_k": torch.ones(2, dtype=torch.int32)},
         TypeError,
@@ -110,7 +110,7 @@ def test_what_has_no_kernel():
         with pytest.raises(TypeError, match="head_dim_v of FP8 attention must be 64, .*, got 512 and 512"):
             explain(attention, wide_head, wide_head, wide_head)
     call = case(scales=None)
-    with pytest.raises(TypeError, match="with q of 8 bits q and k are torch.float8_e4m3fn"):
+    with pytest.raises(TypeError, match="with an FP8 q, q and k must be torch.float8_e4m3fn"):
         block_sparse_attention(**call | {"k": call["k"].to(BF16)}, block_mask=torch.ones(2, 2, dtype=torch.bool))
     call = packed([5, 6], [5, 6])
     with pytest.raises(TypeError, match="with packed sequences k and v are of q's dtype"):
@@ -121,7 +121,7 @@ def test_what_has_no_kernel():
 
 def test_more_items_than_a_grid_counts():
     q = torch.empty(70_000, 1, 16, 64, dtype=E4M3, device="meta")
-    with pytest.raises(ValueError, match="v of 8 bits has 70000 items.*give v in 16 bits"):
+    with pytest.raises(ValueError, match="FP8 v has 70000 matrices.*pass a 16-bit v"):
         explain(attention, q, q, q, arch="sm_90", **FAST)
     with converting(False):  # the other kernel would be faster, if it could
         assert explain(attention, q, q, q, arch="sm_90").facts.converts

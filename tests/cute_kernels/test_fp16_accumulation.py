@@ -64,7 +64,7 @@ def test_a_sum_beyond_fp16_is_infinite(place):
 def test_plans(arch):
     a, b = (torch.empty(2048, 2048, dtype=FP16, device="meta") for _ in range(2))
     plan = explain(gemm, a, b, arch=arch, **HALF)
-    assert plan.facts.acc_dtype == "float16" and "sums: of the tensor cores, in float16" in str(plan)
+    assert plan.facts.acc_dtype == "float16" and "accumulation: float16 in the tensor cores" in str(plan)
     for wide in (None, FP32):
         plan = explain(gemm, a, b, arch=arch, accumulation_dtype=wide)
         assert plan.facts.acc_dtype == "float32" and "sums:" not in str(plan)
@@ -129,12 +129,27 @@ def test_what_no_kernel_is_built_from():
 @pytest.mark.parametrize(
     ("dtype", "value", "error", "words"),
     [
-        (BF16, FP16, ValueError, "accumulation_dtype=torch.float16 of torch.bfloat16 operands; those of torch.float16"),
-        (BF16, FP32, ValueError, "accumulation_dtype=torch.float32 of torch.bfloat16 operands"),
-        (FP32, FP16, ValueError, "of torch.float32 operands; .*add up in fp32 or wider .leave it out"),
-        (torch.float8_e4m3fn, FP16, ValueError, "of torch.float8_e4m3fn operands.*have use_fast_accum=True"),
-        (FP16, BF16, ValueError, "accumulation_dtype=torch.bfloat16; .* in torch.float32, the default, or in torch.fl"),
-        (FP16, torch.int32, ValueError, "accumulation_dtype=torch.int32"),
+        (
+            BF16,
+            FP16,
+            ValueError,
+            "accumulation_dtype=torch.float16 requires torch.float16 operands, got torch.bfloat16",
+        ),
+        (
+            BF16,
+            FP32,
+            ValueError,
+            "accumulation_dtype=torch.float32 requires torch.float16 operands, got torch.bfloat16",
+        ),
+        (FP32, FP16, ValueError, "got torch.float32; .*accumulate in FP32 or wider .leave it out"),
+        (torch.float8_e4m3fn, FP16, ValueError, "got torch.float8_e4m3fn; .*use_fast_accum=True"),
+        (
+            FP16,
+            BF16,
+            ValueError,
+            "accumulation_dtype must be torch.float32, the default, or torch.float16, got torch.bfloat16",
+        ),
+        (FP16, torch.int32, ValueError, "or torch.float16, got torch.int32"),
         (FP16, True, TypeError, "accumulation_dtype must be a torch.dtype or None, got bool"),
         (FP16, "float16", TypeError, "accumulation_dtype must be a torch.dtype or None, got str"),
     ],

@@ -151,7 +151,7 @@ def test_operands_that_are_not_contiguous_along_k_are_copied(device):
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
 def test_explain_says_how_sums_are_made(arch):
     a, b = numbers(64, 96), numbers(72, 96).t()
-    for fast, words in ((False, "promoted to fp32 after every"), (True, "keep fewer bits")):
+    for fast, words in ((False, "promoted to FP32 every"), (True, "about 14 bits")):
         plan = explain(gemm, a, b, use_fast_accum=fast, arch=arch)
         assert words in str(plan) and plan.facts.promotes != fast
         assert plan.facts.path == ARCHS[arch].float8
@@ -191,7 +191,12 @@ def refused(error, words, a=None, b=None, **terms):
         refused(TypeError, "bias is torch.float8_e4m3fn", bias=torch.ones(24).to(E4M3)),
         refused(TypeError, "use_fast_accum must be a bool, got int", use_fast_accum=1),
         refused(TypeError, "scale_a of torch.bfloat16 operands", *[lambda t: t.to(BF16)] * 2, scale_a=torch.ones(1)),
-        refused(ValueError, "use_fast_accum of torch.bfloat16", *[lambda t: t.to(BF16)] * 2, use_fast_accum=True),
+        refused(
+            ValueError,
+            "use_fast_accum=True requires .* operands, got torch.bfloat16",
+            *[lambda t: t.to(BF16)] * 2,
+            use_fast_accum=True,
+        ),
     ],
 )
 def test_refusals(place, error, words, a, b, terms):

@@ -158,7 +158,7 @@ def test_explain_says_that_sums_are_scaled(arch):
     a, b = numbers(4096, 4096), numbers(4096, 4096).t()
     plan = explain(gemm, a, b, arch=arch, **scales(("1x128", "128x128"), 4096, 4096, 4096))
     of_k, tile = (128, (128, 256, 128)) if arch == "sm_90" else (32, (128, 128, 64))
-    assert f"promoted to fp32 after every {of_k} of K, and multiplied by their scales" in str(plan)
+    assert f"promoted to FP32 every {of_k} elements of K, multiplied by their scales" in str(plan)
     assert (plan.facts.epilogue.scale_m, plan.facts.epilogue.scale_n) == ("1x128", "128x128")
     assert (plan.facts.config.tile_m, plan.facts.config.tile_n, plan.facts.config.tile_k) == tile
 
@@ -176,7 +176,7 @@ PAIR = {"scale_a": torch.ones(32, 3), "scale_b": torch.ones(3, 2)}
         refused(ValueError, r"scale_b has shape \(2, 3\).*\(3, 2\), one for each 128x128", scale_b=torch.ones(2, 3)),
         refused(ValueError, r"scale_b has shape \(3, 200\).*128x1 of b is not", scale_b=torch.ones(3, 200)),
         refused(ValueError, r"scale_b has shape \(4, 2\)", scale_b=torch.ones(4, 2)),
-        refused(ValueError, "use_fast_accum with scales of blocks", **PAIR, use_fast_accum=True),
+        refused(ValueError, "use_fast_accum=True is not supported with block scales", **PAIR, use_fast_accum=True),
         refused(TypeError, "scale_a is torch.bfloat16", scale_a=torch.ones(32, 3, dtype=BF16)),
         refused(TypeError, "scale_a of torch.bfloat16 operands", *[lambda t: t.to(BF16)] * 2, **PAIR),
     ],

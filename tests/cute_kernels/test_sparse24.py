@@ -234,7 +234,11 @@ def refusals() -> list:
         (lambda: gemm(W, b[:40]), ValueError, "48 columns meet 40 rows"),
         (lambda: gemm(W, b.half()), TypeError, "b is torch.float16 but a is torch.bfloat16"),
         (lambda: gemm(W, b, scale_a=one), TypeError, "scale_a of torch.bfloat16 operands"),
-        (lambda: gemm(W, b, use_fast_accum=True), ValueError, "use_fast_accum of torch.bfloat16"),
+        (
+            lambda: gemm(W, b, use_fast_accum=True),
+            ValueError,
+            "use_fast_accum=True requires .* operands, got torch.bfloat16",
+        ),
         (lambda: gemm(W, b, bias=torch.ones(7)), ValueError, "bias has shape"),
         (lambda: gemm(W, b, out=torch.empty(32, 25).to(BF16)), ValueError, "out has shape"),
         (lambda: gemm(W, leaf(b)), RuntimeError, "Sparse24 does not compute gradients"),

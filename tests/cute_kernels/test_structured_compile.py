@@ -162,8 +162,8 @@ def refusals() -> list:
         (lambda b: gemm(W, b), b[:40], "72 columns meet 40 rows"),
         (lambda x: bsr_linear(x, V), x[:, :128], "384 columns of W meet 128"),
         (lambda b: gemm(W, b, use_fast_accum=True), b, "scales and use_fast_accum"),
-        (lambda x: bsr_linear(x, V, accumulation_dtype=FP16), x, "summed in fp32 alone"),
-        (lambda x: bsr_linear(x, V, out_dtype=torch.float8_e4m3fn), x, "no float8 outputs"),
+        (lambda x: bsr_linear(x, V, accumulation_dtype=FP16), x, "always accumulates in FP32"),
+        (lambda x: bsr_linear(x, V, out_dtype=torch.float8_e4m3fn), x, "does not support FP8 outputs"),
         (lambda x: x @ V, x, "takes a Bsr24 as its left operand alone"),
     ]
 

@@ -164,7 +164,7 @@ def test_plans(arch, precision):
     how = "when they are copied" if precision == "3xtf32" else "by TMA" if arch == "sm_90" else "in registers"
     assert f"precision: operands rounded to TF32 {how}" in str(plan)
     every = 32 if arch == "sm_90" else 8
-    assert (f"sums: promoted to fp32 after every {every} of K" in str(plan)) == (precision == "3xtf32")
+    assert (f"accumulation: promoted to FP32 every {every} elements of K" in str(plan)) == (precision == "3xtf32")
     copies = [note for note in plan.notes if "copied" in note]
     assert len(copies) == (2 if precision == "3xtf32" else 0)
     turned = [note for note in explain(gemm, a, b, arch=arch, precision=precision).notes if "copied" in note]
@@ -194,9 +194,9 @@ def test_what_no_kernel_is_built_from():
 @pytest.mark.parametrize(
     ("dtype", "value", "error", "words"),
     [
-        (BF16, "tf32", ValueError, "precision='tf32' of torch.bfloat16 operands; torch.float32 ones have it .leave"),
-        (FP64, "3xtf32", ValueError, "precision='3xtf32' of torch.float64 operands"),
-        (torch.float8_e4m3fn, "tf32", ValueError, "of torch.float8_e4m3fn operands"),
+        (BF16, "tf32", ValueError, "precision='tf32' requires torch.float32 operands, got torch.bfloat16 .leave"),
+        (FP64, "3xtf32", ValueError, "precision='3xtf32' requires torch.float32 operands, got torch.float64"),
+        (torch.float8_e4m3fn, "tf32", ValueError, "requires torch.float32 operands, got torch.float8_e4m3fn"),
         (FP32, "high", ValueError, "precision='high'; it must be 'tf32' or '3xtf32'"),
         (FP32, True, TypeError, "precision must be 'tf32' or '3xtf32' or None, got bool"),
         (FP32, ["tf32"], TypeError, "precision must be 'tf32' or '3xtf32' or None, got list"),
@@ -234,7 +234,7 @@ def test_what_has_no_precision():
     with pytest.raises(ValueError, match="precision is for float32 operands"):
         gemm(sparse, numbers(64, 32).to(BF16), precision="tf32")
     V = random_bsr((64, 64), (64, 64), density=1.0).prune_2_4()
-    with pytest.raises(ValueError, match="a Bsr24 has no float32 values"):
+    with pytest.raises(ValueError, match="which a Bsr24 cannot have"):
         bsr_linear(numbers(8, 64).to(BF16), V, precision="tf32")
 
 

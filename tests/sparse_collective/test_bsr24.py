@@ -222,7 +222,11 @@ def refusals() -> list:
         (lambda: bsr_linear(x[:, :512], V), ValueError, "W is 384x640 and x"),
         (lambda: bsr_linear(x.half(), V), TypeError, "x is torch.float16 but W is torch.bfloat16"),
         (lambda: bsr_linear(x, V, scale_x=torch.ones(1)), TypeError, "scale_x of torch.bfloat16 operands"),
-        (lambda: bsr_matmul(V, x.t(), use_fast_accum=True), ValueError, "use_fast_accum of torch.bfloat16"),
+        (
+            lambda: bsr_matmul(V, x.t(), use_fast_accum=True),
+            ValueError,
+            "use_fast_accum=True requires .* operands, got torch.bfloat16",
+        ),
         (lambda: bsr_linear(leaf(x), V), RuntimeError, "bsr_linear of a Bsr24 does not compute gradients"),
         (lambda: bsr_linear(x, of(leaf(V.values))), RuntimeError, "does not compute gradients"),
         (lambda: bsr_linear(x, V, bias=leaf(torch.ones(384))), RuntimeError, "does not compute gradients"),
@@ -230,8 +234,12 @@ def refusals() -> list:
         (lambda: bsr_grouped_linear(x, V, expert_ids=torch.zeros(1).int()), ValueError, "W is one matrix"),
         (lambda: bsr_linear(x, V.values), TypeError, "must be a BsrMatrix or a"),
         (lambda: explain(bsr_linear, x.float(), V.to(FP32), arch="sm_90"), TypeError, "torch.float32; the kernels"),
-        (lambda: explain(bsr_linear, x.half(), V.to(FP16), accumulation_dtype=FP16), ValueError, "in fp32 alone"),
-        (lambda: explain(bsr_linear, x, V, out_dtype=torch.float8_e5m2), ValueError, "no float8 outputs"),
+        (
+            lambda: explain(bsr_linear, x.half(), V.to(FP16), accumulation_dtype=FP16),
+            ValueError,
+            "always accumulates in FP32",
+        ),
+        (lambda: explain(bsr_linear, x, V, out_dtype=torch.float8_e5m2), ValueError, "does not support FP8 outputs"),
     ]
 
 

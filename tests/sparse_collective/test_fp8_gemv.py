@@ -55,7 +55,7 @@ def test_few_tokens_take_this_kernel(arch, per, block):
     W = W.to(E4M3) if per is None else W.quantize(per=per)
     for n in (1, 8, 9, 15):
         plan = explain(bsr_linear, numbers(n, W.shape[1]), W, arch=arch)
-        assert plan.facts.family == "skinny" and "in fp32, of operands made fp16" in str(plan)
+        assert plan.facts.family == "skinny" and "FP32, of operands converted to FP16" in str(plan)
         assert (plan.facts.config.tile_n == 8) is (n <= 8) and not any("slow" in note for note in plan.notes)
         assert ("times the scale of their block" in str(plan)) is (per == "block")
     others = explain(bsr_linear, numbers(64, W.shape[1]), W, arch=arch)

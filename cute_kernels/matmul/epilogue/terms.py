@@ -123,35 +123,34 @@ def scale_kind(op: str, name: str, scale, operand: torch.Tensor) -> str | None:
 
 
 def check_fast_accum(op: str, value, dtype: torch.dtype, scales: tuple = ()) -> None:
-    """TypeError for one that is no bool; ValueError where operands, or scales of these kinds, have no such sums."""
+    """Raise TypeError unless value is a bool, and ValueError if operands or scales of these kinds do not support it."""
     if not isinstance(value, bool):
         raise TypeError(f"{op}: use_fast_accum must be a bool, got {type(value).__name__}")
     if value and dtype not in FLOAT8:
-        raise ValueError(f"{op}: use_fast_accum of {dtype} operands; {FLOAT8_TEXT} have it, others add up in fp32")
+        raise ValueError(
+            f"{op}: use_fast_accum=True requires {FLOAT8_TEXT} operands, got {dtype}; others accumulate in FP32"
+        )
     if value and ("1x128" in scales or "128x128" in scales):
         raise ValueError(
-            f"{op}: use_fast_accum with scales of blocks: each sum of 128 products is multiplied by its own scales, "
-            "so none stays in the tensor cores; leave use_fast_accum out"
+            f"{op}: use_fast_accum=True is not supported with block scales, which apply to promoted partial sums of "
+            "128 elements of K; leave use_fast_accum out"
         )
 
 
 def check_accumulation_dtype(op: str, value, dtype: torch.dtype) -> None:
-    """TypeError for one that is no dtype; ValueError where operands have no such sums."""
+    """Raise TypeError unless value is a dtype or None, and ValueError if operands do not support it."""
     if value is None:
         return
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{op}: accumulation_dtype must be a torch.dtype or None, got {type(value).__name__}")
     if dtype != torch.float16:
-        also = f"; {FLOAT8_TEXT} have use_fast_accum=True" if dtype in FLOAT8 else ""
+        also = f"; {FLOAT8_TEXT} support use_fast_accum=True" if dtype in FLOAT8 else ""
         raise ValueError(
-            f"{op}: accumulation_dtype={value} of {dtype} operands; those of torch.float16 have it, others add up in "
-            f"fp32 or wider (leave it out){also}"
+            f"{op}: accumulation_dtype={value} requires torch.float16 operands, got {dtype}; others accumulate in FP32 "
+            f"or wider (leave it out){also}"
         )
     if value not in (torch.float16, torch.float32):
-        raise ValueError(
-            f"{op}: accumulation_dtype={value}; products of torch.float16 are added up in torch.float32, the default, "
-            "or in torch.float16"
-        )
+        raise ValueError(f"{op}: accumulation_dtype must be torch.float32, the default, or torch.float16, got {value}")
 
 
 def check_narrow(op: str, args, out_dtype: torch.dtype, default: torch.dtype) -> None:
