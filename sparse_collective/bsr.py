@@ -79,7 +79,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         y = torch.randn(8, 1024) @ W.T
     """
 
-    structured = False  # whether two of every four neighbours in a row of a block are stored, as of a Bsr24
+    structured = False  # whether two of every four neighbors in a row of a block are stored, as of a Bsr24
     pattern: Pattern  # the indices, shared with other matrices of the same index tensors
     crow_indices: Tensor  # (M / bm + 1,) or (L, M / bm + 1)
     col_indices: Tensor  # (nnz,)
@@ -198,20 +198,23 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         return matrix
 
     def transpose(self) -> BsrMatrix:
-        """A new (K, M) matrix, or batch of them, with (bk, bm) blocks; copies indices and values. Differentiable.
+        """Return a new (K, M) matrix, or batch, with (bk, bm) blocks; copies indices and values. Differentiable.
 
         Raises:
-            ValueError: the indices are wrong (see `check_indices`).
+            ValueError: the indices are invalid (see `check_indices`).
         """
         view = self.t()
         state: dict[str, Any] = {"check": self.check, "checked": self.checked, "scales": view.scales}
         return self._make(view.crow_indices, view.col_indices, view.values, view.shape, **state)
 
     def t(self) -> BsrMatrix:
-        """The transposed matrix (K, M), or batch of them, with (bk, bm) blocks, as a view: it shares `stored`.
+        """The transposed matrix (K, M), or batch, with (bk, bm) blocks, as a view; W.t().t() is W.
 
-        Its index is made on the device once per pattern, without synchronising, and kept with it. Products take the
-        view as it is; its `values` are a copy. Of a view, the matrix that it was made of. Differentiable.
+        Its index is built once per pattern, on the device, without synchronization, and cached with it. GEMMs read the
+        stored blocks of the view without copies; its `values` are a copy. Differentiable.
+
+        Example:
+            dx = bsr_linear(dy, W.t())
         """
         if self.base is not None:
             return self.base
@@ -240,16 +243,19 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         return self._make(crow_indices, col_indices, values, self.shape, **state, scales=scales)
 
     def with_values(self, values: Tensor, scales: Tensor | None = None) -> BsrMatrix:
-        """The same pattern with other values, for a step that makes them anew: nothing is checked or planned again.
+        """Return a matrix with the same pattern and other values; nothing is checked or planned again. Differentiable.
 
-        Shares the index tensors, and what has been learnt and made of them. Differentiable.
+        It shares the index tensors, and all that is cached for them.
 
         Args:
-            values: of self.values' shape and device, of any dtype that values can have; contiguous.
-            scales: theirs, if they are float8, as the constructor takes them; this matrix's are not taken over.
+            values: with the shape and device of self.values, and any dtype that values can have; contiguous.
+            scales: scales of FP8 values, as in the constructor; those of this matrix are not used.
 
         Raises:
-            TypeError, ValueError: as the constructor does, and for another shape.
+            TypeError, ValueError: as in the constructor, and for another shape.
+
+        Example:
+            y = bsr_linear(x, W.with_values(parameter))  # in each step of a training loop
         """
         if isinstance(values, Tensor) and (values.is_nested or values.shape != self.values.shape):
             check_supported("BsrMatrix.with_values", values)
@@ -281,7 +287,7 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
         Block rows of one matrix share `values` and `col_indices` with it; other parts are copies. Synchronizes.
 
         Args:
-            dim: 0 or 1, of a batch 1 or 2; negative ones count from the end.
+            dim: 0 or 1, for a batch 1 or 2; negative ones count from the end.
             parts: number of parts, or their sizes in blocks, which add up to M / bm or K / bk.
             balance: with a number of parts: "extent" for sizes that differ by at most one, "blocks" for parts that
                 store about equally many blocks.
@@ -290,28 +296,26 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
             IndexError: dim is out of range.
             ValueError: dim is the batch's, sizes do not add up, or balance is unknown.
 
-        Example::
-
-            W = random_bsr(512, 256, (64, 64), 0.5)
+        Example:
+            W = random_bsr((512, 256), (64, 64), density=0.5)
             top, bottom = W.split(0, 2)
             y = torch.cat([bsr_linear(x, top), bsr_linear(x, bottom)], -1)  # bsr_linear(x, W)
         """
         return split(self, dim, parts, balance)
 
     def check_indices(self) -> None:
-        """Checks the contents of the indices, whatever `check` is. Remembers success, so it costs once.
+        """Validate the contents of the indices, independently of `check`. A success is cached.
 
-        Runs a few small kernels on the tensors' device and synchronises once. Several threads may call it:
-        each finds the remembered success or repeats the same read-only work.
+        Runs a few small kernels on the tensors' device and synchronizes once. Thread-safe.
 
         Raises:
-            ValueError: names the first position that breaks the format, and its value.
-            RuntimeError: the current stream is capturing a CUDA graph, where nothing can synchronise.
+            ValueError: the indices are invalid; names the first invalid position and its value.
+            RuntimeError: the current stream is capturing a CUDA graph, which cannot contain a synchronization.
         """
         (self if self.base is None else self.base).pattern.check()
 
     def row_of_block(self) -> Tensor:
-        """(nnz,) block-row of each stored block, in the dtype of the indices; does not synchronise.
+        """(nnz,) block row of each stored block, in the dtype of the indices; does not synchronize.
 
         In a batch with a pattern per matrix, block row r of matrix l has index l * n_block_rows + r.
         """
@@ -319,12 +323,12 @@ class BsrMatrix(Conversions, LikeTensor, Pictured):
 
     @property
     def values(self) -> Tensor:
-        """(nnz, bm, bk), or (L, nnz, bm, bk) of a batch with one pattern; of a transposed view a copy."""
+        """(nnz, bm, bk), or (L, nnz, bm, bk) for a batch with one pattern; for a transposed view a copy."""
         return self._as_values(self.stored)
 
     @property
     def scales(self) -> Tensor | None:
-        """(1,), or (nnz,) or (L, nnz) in the order of `values`, float32; None of values that have none."""
+        """(1,), or (nnz,) or (L, nnz) in the order of `values`, float32; None for values without scales."""
         scales = self.stored_scales
         if scales is None or self.base is None or self.scaled_per != "block":
             return scales

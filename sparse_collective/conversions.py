@@ -151,7 +151,7 @@ class Conversions(LikeTensor):
         """
         if torch.compiler.is_compiling() and density is None:
             raise RuntimeError(
-                "from_dense synchronises without density=, so torch.compile cannot trace it: call it outside of the "
+                "from_dense synchronizes without density=, so torch.compile cannot trace it: call it outside of the "
                 "compiled function, and inside make other values for its pattern with with_values"
             )
         if not arguments.is_strided(dense):
@@ -297,6 +297,6 @@ def block_view(dense: Tensor, blocksize: Sequence[int]) -> Tensor:
 
 
 def row_starts(row: Tensor, n_rows: int, index_dtype: torch.dtype) -> Tensor:
-    """(n_rows + 1,) where each row begins in the sorted (nnz,) `row`; no synchronisation, unlike bincount."""
+    """(n_rows + 1,) where each row begins in the sorted (nnz,) `row`; no synchronization, unlike bincount."""
     starts = torch.arange(n_rows + 1, dtype=row.dtype, device=row.device)
     return torch.searchsorted(row, starts, out_int32=index_dtype is torch.int32)

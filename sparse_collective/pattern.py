@@ -97,7 +97,7 @@ class Pattern:
         if captured(self.crow_indices):
             raise RuntimeError(
                 "this BsrMatrix has unchecked indices, and a CUDA graph cannot capture the check, which "
-                "synchronises; call check_indices() before the capture, or build the matrix with check=False"
+                "synchronizes; call check_indices() before the capture, or build the matrix with check=False"
             )
         version = self.current_version()
         error, even, stats = index_check.check(self)

@@ -45,7 +45,7 @@ def product(W: BsrMatrix, b: Tensor) -> Tensor:
 def grouped_linear(W: BsrMatrix, x: Tensor, expert_ids: Tensor) -> Tensor:
     """(T, M) of the accumulator's dtype: each run of x (T, K) times its item of W, zeros where there is no such item.
 
-    Synchronises nothing but the CPU's own tensors, and costs what each item's tokens and blocks cost.
+    Synchronizes nothing but the CPU's own tensors, and costs what each item's tokens and blocks cost.
     """
     runs = x.unflatten(0, (len(expert_ids), -1))
     out = x.new_zeros(*runs.shape[:-1], W.shape[-2], dtype=accumulator(x.dtype))

@@ -207,7 +207,7 @@ def traced_bsr(args: BsrArgs, without_gradient: str):
     """A GEMM inside a torch.compile trace, and of calls that go through the dispatcher.
 
     A graph cannot remember that a matrix has been checked: one whose check_indices() ran before tracing is trusted,
-    any other is checked in each call, with a synchronisation.
+    any other is checked in each call, with a synchronization.
 
     without_gradient: description of a call that computes no gradient; "" for others.
     """

@@ -27,7 +27,7 @@ def epilogue_gradient(
     Args:
         dy: (..., cols), the gradient of y; of other strides than contiguous it is copied.
         saved: z, or y of a ReLU without a function; contiguous, of dy's shape.
-        sums: whether columns are to be added up.
+        sums: True also returns the sums of columns.
     """
     cols = dy.shape[-1] if dy.dim() else 1
     function = None

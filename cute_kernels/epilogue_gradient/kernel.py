@@ -1,6 +1,6 @@
 """dz = dy f'(z), and the sums of dz's columns, in one pass over memory.
 
-    warps      one row each at a time, `VECTOR` neighbouring columns a lane: 256 columns a CTA, 8 rows in turn
+    warps      one row each at a time, `VECTOR` neighboring columns a lane: 256 columns a CTA, 8 rows in turn
     lanes      loads of UNROLL rows of dy and z, then their products; sums of their own columns in registers
     CTA        groups of 8 x UNROLL rows in turn with the other `parts` of its columns, so that all CTAs read from one
                region of memory; adds up its 8 warps' sums in shared memory, and stores them as one row of `partial`

@@ -95,11 +95,10 @@ def bias_view(bias):
 
 
 def along_k(name: str, t, view, plan: Plan, rows: bool):
-    """`view` of an operand of 8-bit or 32-bit floats, followed by a copy where tensor cores could not read what it
-    gives.
+    """`view` of an FP8 or FP32 operand, followed by a copy if tensor cores could not read its result.
 
-    They read such operands contiguous along K alone, in rows of a multiple of 16 bytes. A K that is none is padded.
-    rows: whether t is (..., rows, K), and not (..., K, columns).
+    They read such operands contiguous along K only, with rows of a multiple of 16 bytes. Other K are padded.
+    rows: True if t is (..., rows, K), and not (..., K, columns).
     """
     K, vector = t.shape[-1 if rows else -2], VECTOR_BYTES // t.element_size()
     layout = layout_of_tensor(t if view is None else view(t))
@@ -126,7 +125,7 @@ def along_k(name: str, t, view, plan: Plan, rows: bool):
 def split_view(name: str, view, plan: Plan, rows: bool, of_b: bool, group: int | None = None):
     """`view` of an operand, followed by a copy of its parts side by side along K.
 
-    rows: whether what it gives is (..., rows, K), and not (..., K, columns). group: as of side_by_side.
+    rows: True if the view is (..., rows, K), and not (..., K, columns). group: as of side_by_side.
     """
     plan.notes.append(
         f"{name} is copied: 3xtf32 multiplies the TF32 parts of its numbers, side by side along K, three times as long"

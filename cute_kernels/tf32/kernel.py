@@ -4,7 +4,7 @@
     turned     (K, N) -> (N, groups, parts, group)  a CTA loads TILE_K rows of TILE_N numbers, a warp a row; shared
                                                     memory turns them; 8 lanes store 32 numbers of a column along K
 
-In shared memory a column has one number more than TILE_K: so lanes that have neighbouring columns write to different
+In shared memory a column has one number more than TILE_K: so lanes that have neighboring columns write to different
 banks, and those that read 8 vectors of each of 4 columns, one number at a time, read from different ones.
 """
 

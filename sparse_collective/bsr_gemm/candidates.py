@@ -50,7 +50,7 @@ def wide_sm90(block: BlockFacts, spec: ArchSpec, element: Element) -> list[GemmC
     # Small N: rows outside B cost TMA time, too (one token: 63 us with 64 columns, 64 tokens: 48).
     narrow = [sm90(64, columns, k, 1, 1, consumer_groups=2, ring=1, **of) for columns in (64, 32, 16)]
     if k < element.rows[0]:
-        # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbour costs more.
+        # No cluster: A's part of a narrow K-tile is a few hundred bytes, and waiting for a neighbor costs more.
         return [
             sm90(64, 256, k, 1, 1, consumer_groups=2, ring=1, **of),
             sm90(64, 256, k, 1, 2, **of),

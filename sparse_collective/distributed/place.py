@@ -39,8 +39,8 @@ class Placed:
     blocks: for each rank, the block rows or columns that its weight has, in their order.
     in_order: True if ranks hold contiguous ranges in the order of ranks.
     inputs, outputs: placements of x and of the result.
-    use_local_output: whether forward returns a torch.Tensor or a DTensor.
-    overlap: whether communication runs beside the GEMM, a chunk of tokens for each rank.
+    use_local_output: True if forward returns a torch.Tensor instead of a DTensor.
+    overlap: True if communication runs during the GEMM, a chunk of tokens for each rank.
     """
 
     dim: int

@@ -130,8 +130,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
     Args:
         model: called on all ranks; one tensor at a time is all-gathered.
-        rank0_only: whether other ranks than 0 get an empty dict.
-        cpu_offload: whether tensors are copied to the CPU.
+        rank0_only: True returns an empty dict on ranks other than 0.
+        cpu_offload: True copies tensors to the CPU.
 
     Returns:
         name -> a copy of the tensor, with a BsrMatrix's blocks in their order.

@@ -26,7 +26,7 @@ class BsrColwiseParallel(ColwiseParallel):
         input_layouts: placement of x: Replicate() (the default), or Shard(dim) of its tokens, which are all-gathered
             (sequence parallel).
         output_layouts: placement of the result: Shard(-1) (the default), the rank's features; or Replicate().
-        use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
+        use_local_output: True returns a torch.Tensor instead of a DTensor.
         deal: the hidden features of each rank, of deal_hidden; without it ranks get ranges of equally many block rows,
             or one more.
         overlap: all-gather tokens during the GEMM, which multiplies each rank's as they arrive, through symmetric
@@ -86,7 +86,7 @@ class BsrRowwiseParallel(RowwiseParallel):
             read are sent to it.
         output_layouts: placement of the result: Replicate() (the default, an all-reduce), or Shard(dim) of its tokens
             (a reduce-scatter).
-        use_local_output: whether forward returns a torch.Tensor instead of a DTensor.
+        use_local_output: True returns a torch.Tensor instead of a DTensor.
         deal: the features of each rank, of deal_hidden; without it ranks get ranges of equally many block columns, or
             one more.
         overlap: send each rank's summand during the GEMM of the next one. Needs output_layouts=Shard(0), and tokens

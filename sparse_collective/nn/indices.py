@@ -43,7 +43,7 @@ def given_indices(
     grid: tuple[int, int],
     blocksize: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """(crow_indices, col_indices) int32 of a mask, or of indices, which are copied and checked. Synchronises.
+    """(crow_indices, col_indices) int32 of a mask, or of indices, which are copied and checked. Synchronizes.
 
     Args:
         name: of the layer, for messages.

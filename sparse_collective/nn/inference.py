@@ -76,7 +76,7 @@ class InferenceLinear(nn.Module):
         raise NotImplementedError
 
     def _checked_matrix(self) -> Any:
-        """The same with indices that are right. May synchronise."""
+        """The same with indices that are right. May synchronize."""
         return self._matrix()
 
     def _adopt(self) -> None:

@@ -202,7 +202,7 @@ class BsrModule(Parametrizable):
         return BsrMatrix(self.crow_indices, self.col_indices, values, self.matrix_shape, check=check)
 
     def _learn(self, values: Tensor) -> BsrMatrix:
-        """A matrix of the indices as they are, checked. Synchronises."""
+        """A matrix of the indices as they are, checked. Synchronizes."""
         if self.crow_indices.is_meta:
             return self._matrix(values, check=False)
         matrix = self._matrix(values, check=True)

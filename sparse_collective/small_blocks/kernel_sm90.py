@@ -4,7 +4,7 @@ A block 16 high fills a quarter of WGMMA's 64 rows, and every block row that loa
 only: then L2 is the limit. So the operands are swapped, with 64 dense columns as WGMMA's M and one block's height as
 its N, and a CTA owns 192 rows of D, that is as many block rows as those hold, by 256 columns. It goes
 through the block columns in which a row of its cluster has a block, in chunks of 64 columns of W, which need not be
-neighbours:
+neighbors:
 
     warp 0             B: the chunk, multicast to the CTAs of a cluster, which own other rows of the same columns; each
                        of its block columns (a slice) by one TMA
@@ -401,7 +401,7 @@ class SmallBlocksSm90:
     def multiply(self, acc: cute.Tensor, r: int, chunk: Int32, slot: Int32):
         """Add one K-step of a block, for all columns, to the accumulators of block row r.
 
-        Of two rows that TMA copied as one, odd groups of 8 have come with neighbours swapped: so have the products'
+        Of two rows that TMA copied as one, odd groups of 8 have come with neighbors swapped: so have the products'
         columns, and of four accumulators of such a group the first and second, and the third and fourth.
         """
         bm, row_bytes = self.facts.block.bm, self.slice * self.facts.element.width

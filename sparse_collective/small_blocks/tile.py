@@ -40,7 +40,7 @@ class Geometry:
         """Rows of a block that TMA copies as one, since its time goes by rows and not by bytes where those are short.
 
         Swizzled as twice as wide, what was copied is a tile with its own swizzle in which odd groups of 8 rows have
-        neighbours swapped: the wider swizzle flips one more bit of the address, the lowest of the row's number, by
+        neighbors swapped: the wider swizzle flips one more bit of the address, the lowest of the row's number, by
         the bit that tells such groups. Blocks of a transposed view are not folded: their rows are along K, whose
         order must be that of B.
         """

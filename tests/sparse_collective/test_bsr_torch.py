@@ -416,7 +416,7 @@ def test_what_a_graph_refuses():
     torch._dynamo.reset()
     dense, mask = torch.ones(32, 64), torch.ones(2, 4, dtype=torch.bool)
     for options in ({"mask": mask}, {}):
-        with pytest.raises(Exception, match="from_dense synchronises without density=, so torch.compile cannot trace"):
+        with pytest.raises(Exception, match="from_dense synchronizes without density=, so torch.compile cannot trace"):
             compiled(lambda d: BsrMatrix.from_dense(d, (16, 16), **options).values, "eager")(dense)
 
 

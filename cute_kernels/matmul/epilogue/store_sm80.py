@@ -138,7 +138,7 @@ class StoreSm80:
         count = const_expr(cute.size(rD))
         rOut = cute.make_rmem_tensor(count, self.dtype)
         rOut.store(rD.load().to(self.dtype))
-        width = const_expr(2 if self.n_major else 1)  # the two columns of a pair are neighbours only in a row
+        width = const_expr(2 if self.n_major else 1)  # the two columns of a pair are neighbors only in a row
         for v in range_constexpr(0, count, width):
             c, r, j = const_expr((v % 2, v // 2 % 2, v // 4))
             line, element = const_expr((r * 8, j * 8) if self.n_major else (j * 8 + c, r * 8))

@@ -1,6 +1,6 @@
 """Choosing the pattern: prune once or by a schedule, drop and regrow blocks while training.
 
-change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronisation: nothing
+change_pattern_ keeps the number of blocks and writes values and indices in place, without a synchronization: nothing
 is planned or compiled again. It takes some 60 small operations of torch, and a temporary copy of one tensor of blocks.
 prune_ lowers the number of blocks, and makes them anew. A CUDA graph that was captured before either has the old
 pattern's tables in it, and must be captured again.
