@@ -43,8 +43,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, dtype: torch.dtype 
             all parts at once, or keep the running output in float32.
 
     Returns:
-        (out, lse). A shard in which a row sees no key has an output of 0 and an LSE of -inf, and adds nothing. A row
-        that sees no key in any shard gets 0 and -inf.
+        (out, lse). A row that is fully masked in a shard has an output of 0 and an LSE of -inf there, which adds
+        nothing. A row that is fully masked in all shards gets 0 and -inf.
 
     Differentiable in `outs` and `lses`. It consists of torch's functions, so torch.compile fuses it. With sinks, pass
     them to one shard only.

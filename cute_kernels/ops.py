@@ -125,9 +125,8 @@ def gemm(
     float64; FP16 accumulation rounds once). Results are deterministic. Gradients are GEMMs with FP32 accumulation and
     the same precision.
 
-    An FP8 operand is copied first if it is not contiguous along K, or if its rows or address are not multiples of 16
-    bytes; both are copied if K is not a multiple of 16. The same holds for float32 operands, with K a multiple of 4.
-    With "3xtf32" both are copied, with their parts side by side along K. `explain` names each copy.
+    FP8 and float32 operands are copied first unless they are contiguous along K, with rows and an address of multiples
+    of 16 bytes. With "3xtf32" both are copied, with their parts side by side along K. `explain` names each copy.
 
     Under torch.autocast a, b and the residual are cast to its dtype (the residual to out_dtype if that is passed), as
     in torch.addmm. Calls with out= or a precision, and float64 and FP8 operands, are not cast.
@@ -135,9 +134,13 @@ def gemm(
     Raises:
         TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
             launch.
-        RuntimeError: an argument requires a gradient, and `out` or a source is passed, operands or the output are FP8,
-            or a is a Sparse24; torch.compile traces a call with an FP8 Sparse24 or a source; or the GPU is older than
-            sm_80.
+        RuntimeError: an argument requires a gradient, and `out` or a source is passed, operands or output are FP8, or a
+            is a Sparse24; torch.compile traces a call with an FP8 Sparse24 or a source; or the GPU precedes sm_80.
+
+    Example:
+        d = gemm(a, b, bias=bias, activation="gelu")
+        d = gemm(a, b, epilogue=lambda x: torch.where(x > 0, x, 0.1 * x))
+        d = gemm(quantize(a, per="row"), quantize(b.mT, per="row").mT)  # FP8
     """
     compiling, casts = torch.compiler.is_compiling(), any_autocast()
     special = not (type(a) is type(b) is Tensor) and (type(a) in SPECIAL or type(b) in SPECIAL)

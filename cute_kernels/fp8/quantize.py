@@ -50,6 +50,10 @@ def quantize(x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, per: ScaleK
     Raises:
         TypeError: x is not a floating-point tensor, or dtype is not FP8.
         ValueError: per is unknown, or x has fewer than two dimensions and per is not "tensor".
+
+    Example:
+        x, w = quantize(tokens, per="row"), quantize(weight, per="row")  # (T, K) and (N, K)
+        y = gemm(x, w.mT)  # BF16
     """
     check_tensor("quantize: x", x)
     if not x.is_floating_point() or x.dtype.itemsize == 1:
@@ -100,6 +104,10 @@ def quantize_gated(
     Raises:
         TypeError: z is not a floating-point tensor, or dtype is not FP8.
         ValueError: activation is unknown, or the last extent is not a multiple of 128.
+
+    Example:
+        h = quantize_gated(bsr_linear(x, gate_up))  # gate_up: made with sparse_collective.interleaved
+        y = bsr_linear(h, down)
     """
     check_tensor("quantize_gated: z", z)
     if not z.is_floating_point() or z.dtype.itemsize == 1:

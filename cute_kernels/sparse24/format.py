@@ -102,6 +102,10 @@ class Sparse24(LikeTensor):
     `gemm(W, b)` multiplies it, and with FP8 values `gemm(W, b, scale_a=scale)`. W @ b, x @ W.t(), torch.matmul and
     torch.nn.functional.linear(x, W, bias) work, too. None of them computes gradients. A Sparse24 is immutable except
     for the contents of `values`; it shares its tensors.
+
+    Example:
+        W = Sparse24.from_dense(prune_2_4(weight))  # (M, K)
+        y = torch.nn.functional.linear(x, W, bias)
     """
 
     __slots__ = ("metadata", "shape", "values")

@@ -29,14 +29,14 @@ def sparse_attention(
         query, key, value: (B, S, H, D), (B, S, Hkv, D) and (B, S, Hkv, Dv) bfloat16 or float16.
         params: the configured parameters, and vllm-omni's own for each call. One of these selects the blocks:
 
-            - window_size: (left, right) tokens that a token sees before and after it; None is unbounded.
-              global_columns: number of first tokens that all tokens see.
-            - frame_window: number of frames that a frame sees before and after it; requires patches_per_frame, which
+            - window_size: (left, right) tokens before and after each one that it attends to; None is unbounded.
+              global_columns: number of first tokens that all tokens attend to.
+            - frame_window: frames before and after each one that it attends to; requires patches_per_frame, which
               vllm-omni computes for videos.
             - block_mask: whatever block_sparse_attention accepts.
 
             attn_mask: bool (B, S), True for keys that take part, or one that broadcasts to (B, H, S, S).
-        is_causal: True if a token sees no later ones.
+        is_causal: True masks later tokens.
         softmax_scale: factor of the scores.
 
     Returns:
@@ -92,7 +92,7 @@ def _window(left, right, global_columns: int, lengths: tuple[int, int], device: 
 
 @lru_cache(maxsize=32)
 def _frames(window: int, patches: int, lengths: tuple[int, int], device: str) -> BlockMask:
-    """Each token sees the tokens of its frame and of `window` frames before and after it."""
+    """Each token attends to the tokens of its frame and of `window` frames before and after it."""
     frame = torch.arange(lengths[0], dtype=torch.int32, device=device) // patches
     begin, end = (((frame + n) * patches).clamp(0, lengths[1]).int() for n in (-window, window + 1))
     some, every = tables_of_rows(begin, end, torch.zeros_like(begin), lengths, BLOCKS)
