@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from demo.train.model import Decoder, Shape
-from sparse_collective.distributed import BsrColwiseParallel, BsrRowwiseParallel, deal_hidden
+from sparse_collective.distributed import BsrColwiseParallel, BsrRowwiseParallel, partition_hidden
 from sparse_collective.nn import SwiGLU
 
 from .distributed import Row, timed
@@ -43,11 +43,11 @@ def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Ca
         world, rank = dist.get_world_size(), dist.get_rank()
         mesh = init_device_mesh(device.type, (world,))
         ffn = SwiGLU(DIM, HIDDEN, density=DENSITY, device=device, dtype=torch.bfloat16).train(training)
-        deal = deal_hidden(ffn.gate_up, ffn.down, world)
+        partition = partition_hidden(ffn.gate_up, ffn.down, world)
         layout = Shard(0) if sequence else Replicate()
         parallelize_module(ffn, mesh, {
-            "gate_up": BsrColwiseParallel(input_layouts=layout, deal=deal, overlap=overlap),
-            "down": BsrRowwiseParallel(output_layouts=layout, deal=deal, overlap=overlap),
+            "gate_up": BsrColwiseParallel(input_layouts=layout, partition=partition, overlap=overlap),
+            "down": BsrRowwiseParallel(output_layouts=layout, partition=partition, overlap=overlap),
         })  # fmt: skip
         whole = torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16)
         dy = torch.randn_like(whole)

@@ -23,8 +23,8 @@ from ..nn.module import BsrModule
 from ..nn.parametrized import check_not_computed
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
-from .deal import Deal
 from .overlap import GatherLinear, LinearScatter, gathered_linear
+from .partition import Partition
 from .place import (
     Placed,
     SumGradient,
@@ -154,7 +154,7 @@ class ParallelBsrLinear(TensorParallel, BsrLinear):
 
 
 class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
-    """A GatedBsrLinear over the ranks of a mesh, whose hidden features are dealt."""
+    """A GatedBsrLinear over the ranks of a mesh, whose hidden features are split."""
 
     def local_forward(self, x: Tensor) -> Tensor:
         W = self.weight
@@ -198,23 +198,23 @@ KINDS: dict[type, type] = {
 }
 
 
-def parallelize(layer: Any, dim: int, mesh: Any, deal: Deal, style: Any) -> BsrModule:
+def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: Any) -> BsrModule:
     """Change a layer in place into its tensor-parallel form; every rank holds the whole layer before."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     name, inputs = type(style).__name__, tuple(style.input_layouts)
-    check_layer(name, layer, dim, deal)
+    check_layer(name, layer, dim, partition)
     check_same(
         name, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
         "load one state on all ranks, or seed them alike before the model is made",
     )  # fmt: skip
-    side, blocks = layer.blocksize[dim], deal.blocks(layer.blocksize[dim])
+    side, blocks = layer.blocksize[dim], partition.blocks(layer.blocksize[dim])
     if dim and not inputs[0].is_shard(-1):  # empty block columns need no x
         stored = set(layer.col_indices.unique().tolist())
         blocks = [[block for block in own if block in stored] for own in blocks]
     place = Placed(
-        dim, mesh, side, tuple(map(tuple, blocks)), deal.contiguous and deal.even, inputs, tuple(style.output_layouts),
-        style.use_local_output, style.overlap,
+        dim, mesh, side, tuple(map(tuple, blocks)), partition.contiguous and partition.even, inputs,
+        tuple(style.output_layouts), style.use_local_output, style.overlap,
     )  # fmt: skip
     indices = indices_of(layer.pattern, place)
     values = padded(layer.values.detach(), -3, [positions for _, _, positions in indices])
@@ -237,13 +237,13 @@ def parallelize(layer: Any, dim: int, mesh: Any, deal: Deal, style: Any) -> BsrM
     return layer
 
 
-def check_layer(style: str, layer: Any, dim: int, deal: Deal) -> None:
+def check_layer(style: str, layer: Any, dim: int, partition: Partition) -> None:
     """Reject what cannot be split.
 
     Raises:
         TypeError: the layer is none of those in KINDS, its values are computed of another parameter, or it is sharded.
-        ValueError: the layer is on the meta device, its features are not the deal's, or it is gated and its columns
-            are dealt.
+        ValueError: the layer is on the meta device, its features are not the partition's, or it is gated and its
+            columns are split.
     """
     if type(layer) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
@@ -256,6 +256,6 @@ def check_layer(style: str, layer: Any, dim: int, deal: Deal) -> None:
     if dim and getattr(layer, "gated", False):
         raise ValueError(f"{style}: the gate of a GatedBsrLinear applies to whole rows; use BsrColwiseParallel")
     extent = layer.in_features if dim else layer.out_features
-    if deal.features != extent:
+    if partition.features != extent:
         what = "in_features" if dim else "rows of the weight"
-        raise ValueError(f"{style}: the deal is of {deal.features}, the layer has {extent} {what}")
+        raise ValueError(f"{style}: the partition is of {partition.features}, the layer has {extent} {what}")

@@ -33,7 +33,7 @@ __all__ = [
 class Placed:
     """Part of a layer that a rank holds, and the placements of its input and output.
 
-    dim: 0, block rows are dealt (column-wise parallel); 1, block columns (row-wise parallel).
+    dim: 0, block rows are split (column-wise parallel); 1, block columns (row-wise parallel).
     mesh: one-dimensional DeviceMesh.
     side: rows or columns of a block.
     blocks: for each rank, the block rows or columns that its weight has, in their order.
@@ -109,7 +109,9 @@ def row_input(x: Any, place: Placed) -> Tensor:
     wanted, last = place.inputs[0], x.dim() - 1
     if is_dtensor(x):
         if features(wanted, last) and not place.in_order:
-            raise ValueError("x is a DTensor, whose features are in order, and the deal of this layer permutes them")
+            raise ValueError(
+                "x is a DTensor, whose features are in order, and the partition of this layer permutes them"
+            )
         x = x if x.placements == place.inputs else x.redistribute(placements=place.inputs)
     if features(wanted, last):
         return x.to_local() if is_dtensor(x) else x

@@ -125,7 +125,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
     """The state of a model in the form of one process, from tensor-parallel layers, fully_shard, or both.
 
     model.state_dict() holds each rank's part: torch.distributed.checkpoint saves it, and loads it into the same mesh
-    and deal. The full state loads into a model that is not parallelized, and into each rank of any other mesh by
+    and partition. The full state loads into a model that is not parallelized, and into each rank of any other mesh by
     load_state_dict.
 
     Args:

@@ -9,14 +9,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.module import BsrModule
-from .deal import Deal, evenly, least_unit
 from .parallel import parallelize
+from .partition import Partition, evenly, least_unit
 
 __all__ = ["BsrColwiseParallel", "BsrRowwiseParallel"]
 
 
 class BsrColwiseParallel(ColwiseParallel):
-    """Deal the output features of a block-sparse layer to ranks, as torch's ColwiseParallel does for nn.Linear.
+    """Split the output features of a block-sparse layer over ranks, as torch's ColwiseParallel does for nn.Linear.
 
     Takes BsrLinear, GatedBsrLinear and BsrGroupedLinear; any other module goes to torch's ColwiseParallel. `values`
     becomes a DTensor, in which each rank's blocks follow those of the rank before; the layer stays an instance of its
@@ -27,14 +27,14 @@ class BsrColwiseParallel(ColwiseParallel):
             (sequence parallel).
         output_layouts: placement of the result: Shard(-1) (the default), the rank's features; or Replicate().
         use_local_output: True returns a torch.Tensor instead of a DTensor.
-        deal: the hidden features of each rank, of deal_hidden; without it ranks get ranges of equally many block rows,
-            or one more.
+        partition: the hidden features of each rank, from partition_hidden; by default ranks get ranges of equally many
+            block rows, or one more.
         overlap: all-gather tokens during the GEMM, which multiplies each rank's as they arrive, through symmetric
             memory on CUDA. Needs input_layouts=Shard(0), and GPUs that reach each other's memory (NVLink).
 
     parallelize_module raises:
         TypeError: the layer is sharded already.
-        ValueError: the layer does not fit the deal, or output_layouts need equal ranges of features.
+        ValueError: the layer does not fit the partition, or output_layouts need equal ranges of features.
         RuntimeError: ranks hold different patterns.
 
     Example::
@@ -49,46 +49,46 @@ class BsrColwiseParallel(ColwiseParallel):
         input_layouts: Any = None,
         output_layouts: Any = None,
         use_local_output: bool = True,
-        deal: Deal | None = None,
+        partition: Partition | None = None,
         overlap: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.deal, self.overlap = deal, overlap
+        self.partition, self.overlap = partition, overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
-            check_no_deal(self, module)
+            check_no_partition(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
         unit = least_unit(module)
         rows = module.out_features // (2 if getattr(module, "gated", False) else 1)
-        deal = evenly(rows // unit, unit, device_mesh.size()) if self.deal is None else self.deal
+        partition = evenly(rows // unit, unit, device_mesh.size()) if self.partition is None else self.partition
         wanted = self.output_layouts[0]
-        if not (deal.contiguous and deal.even) and not (wanted.is_shard(-1) and self.use_local_output):
+        if not (partition.contiguous and partition.even) and not (wanted.is_shard(-1) and self.use_local_output):
             raise ValueError(
                 f"BsrColwiseParallel: output_layouts={wanted} with use_local_output={self.use_local_output} needs "
-                "ranks with equal, contiguous ranges of features; use Shard(-1) and a local output, or another deal"
+                "ranks with equal, contiguous ranges of features; use Shard(-1) and a local output, or no partition"
             )
         if self.overlap:
             check_overlap(self, module, self.input_layouts[0].is_shard(0) and wanted.is_shard(-1), "input_layouts")
-        return parallelize(module, 0, device_mesh, deal.of_rows(module), self)
+        return parallelize(module, 0, device_mesh, partition.of_rows(module), self)
 
 
 class BsrRowwiseParallel(RowwiseParallel):
-    """Deal the input features of a block-sparse layer to ranks, as torch's RowwiseParallel does for nn.Linear.
+    """Split the input features of a block-sparse layer over ranks, as torch's RowwiseParallel does for nn.Linear.
 
     Takes BsrLinear and BsrGroupedLinear; any other module goes to torch's RowwiseParallel. Each rank multiplies its
     features of x with its block columns; the results are summed over ranks. Bias and activation apply to the sum.
 
     Args:
-        input_layouts: placement of x: Shard(-1) (the default), the rank's features, as a layer with the same deal
+        input_layouts: placement of x: Shard(-1) (the default), the rank's features, as a layer with the same partition
             returns them; Replicate(); or Shard(dim) of its tokens: then only the columns of x that a rank's blocks
             read are sent to it.
         output_layouts: placement of the result: Replicate() (the default, an all-reduce), or Shard(dim) of its tokens
             (a reduce-scatter).
         use_local_output: True returns a torch.Tensor instead of a DTensor.
-        deal: the features of each rank, of deal_hidden; without it ranks get ranges of equally many block columns, or
-            one more.
+        partition: the features of each rank, from partition_hidden; by default ranks get ranges of equally many block
+            columns, or one more.
         overlap: send each rank's summand during the GEMM of the next one. Needs output_layouts=Shard(0), and tokens
             that are a multiple of the number of ranks; see BsrColwiseParallel.
 
@@ -101,15 +101,15 @@ class BsrRowwiseParallel(RowwiseParallel):
         input_layouts: Any = None,
         output_layouts: Any = None,
         use_local_output: bool = True,
-        deal: Deal | None = None,
+        partition: Partition | None = None,
         overlap: bool = False,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.deal, self.overlap = deal, overlap
+        self.partition, self.overlap = partition, overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
-            check_no_deal(self, module)
+            check_no_partition(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
         outputs: Any = self.output_layouts[0]
@@ -118,15 +118,17 @@ class BsrRowwiseParallel(RowwiseParallel):
                 f"BsrRowwiseParallel: output_layouts is {outputs}; use Replicate() or Shard(dim) of tokens"
             )
         side = module.blocksize[1]
-        deal = evenly(module.in_features // side, side, device_mesh.size()) if self.deal is None else self.deal
+        partition = (
+            evenly(module.in_features // side, side, device_mesh.size()) if self.partition is None else self.partition
+        )
         if self.overlap:
             check_overlap(self, module, self.input_layouts[0].is_shard(-1) and outputs.is_shard(0), "output_layouts")
-        return parallelize(module, 1, device_mesh, deal, self)
+        return parallelize(module, 1, device_mesh, partition, self)
 
 
-def check_no_deal(style: Any, module: nn.Module) -> None:
-    if style.deal is not None:
-        raise TypeError(f"{type(style).__name__}: deal is for block-sparse layers, got {type(module).__name__}")
+def check_no_partition(style: Any, module: nn.Module) -> None:
+    if style.partition is not None:
+        raise TypeError(f"{type(style).__name__}: partition is for block-sparse layers, got {type(module).__name__}")
 
 
 def check_mesh(style: Any, mesh: Any) -> None:

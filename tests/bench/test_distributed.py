@@ -1,5 +1,6 @@
 """Rows of `python -m bench distributed` on the CPU, small: each runs, in two processes with gloo."""
 
+from bench import __main__ as command
 from bench import cases_distributed as cases
 from bench import distributed
 
@@ -33,5 +34,5 @@ def test_rows():
 
 
 def test_without_gpus(capsys):
-    assert distributed.run(distributed.argparse.Namespace(ranks=[1024], only="", out=None)) == 2
+    assert command.main(["distributed", "--ranks", "1024"]) == 2
     assert "needs at least 1024 CUDA GPUs" in capsys.readouterr().out

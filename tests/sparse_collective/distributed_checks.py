@@ -18,9 +18,9 @@ from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
     BsrColwiseParallel,
     BsrRowwiseParallel,
-    deal_hidden,
     distribute_bsr,
     full_state_dict,
+    partition_hidden,
 )
 from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, prune_
 
@@ -115,8 +115,8 @@ def column_then_row(device):
         for bias in (True, False):
             alone = pair(device, bias)
             model, mesh = copy.deepcopy(alone), mesh_of(device)
-            deal = None if balance is None else deal_hidden(model[0], model[1], mesh.size(), balance=balance)
-            plan = {"0": BsrColwiseParallel(deal=deal), "1": BsrRowwiseParallel(deal=deal)}
+            partition = None if balance is None else partition_hidden(model[0], model[1], mesh.size(), balance=balance)
+            plan = {"0": BsrColwiseParallel(partition=partition), "1": BsrRowwiseParallel(partition=partition)}
             parallelize_module(model, mesh, plan)
             assert isinstance(model[0], BsrLinear)
             compare(model, alone, [normal(20, 128, device=device)])
@@ -159,10 +159,10 @@ def overlapped(device):
         gated = SwiGLU(128, 512, bias, (64, 32), density=0.4, device=device, dtype=dtype_of(device))
         for alone, names in ((linear, ("0", "1")), (gated, ("gate_up", "down"))):
             model = copy.deepcopy(alone)
-            deal = deal_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), parts)
+            partition = partition_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), parts)
             parallelize_module(model, mesh, {
-                names[0]: BsrColwiseParallel(input_layouts=Shard(0), deal=deal, overlap=True),
-                names[1]: BsrRowwiseParallel(output_layouts=Shard(0), deal=deal, overlap=True),
+                names[0]: BsrColwiseParallel(input_layouts=Shard(0), partition=partition, overlap=True),
+                names[1]: BsrRowwiseParallel(output_layouts=Shard(0), partition=partition, overlap=True),
             })  # fmt: skip
             compare(model, alone, [normal(64, 3, 128, device=device)], part=part, out=part)
             for name in names:
@@ -216,8 +216,10 @@ def gated(device):
     for block, balance in (((128, 64), None), ((32, 32), "blocks"), ((64, 128), "blocks"), ((64, 32), "extent")):
         alone = SwiGLU(128, 512, True, block, density=0.4, device=device, dtype=dtype_of(device))
         model = copy.deepcopy(alone)
-        deal = None if balance is None else deal_hidden(model.gate_up, model.down, mesh.size(), balance=balance)
-        plan = {"gate_up": BsrColwiseParallel(deal=deal), "down": BsrRowwiseParallel(deal=deal)}
+        partition = (
+            None if balance is None else partition_hidden(model.gate_up, model.down, mesh.size(), balance=balance)
+        )
+        plan = {"gate_up": BsrColwiseParallel(partition=partition), "down": BsrRowwiseParallel(partition=partition)}
         parallelize_module(model, mesh, plan)
         compare(model, alone, [normal(20, 128, device=device)])
         values_agree(model.gate_up, alone.gate_up)
@@ -233,8 +235,10 @@ def experts(device):
         down = BsrGroupedLinear(3, 256, 96, True, (32, 32), **more)
         alone = nn.ModuleList([up, down])
         model = copy.deepcopy(alone)
-        deal = deal_hidden(model[0], model[1], mesh.size())
-        parallelize_module(model, mesh, {"0": BsrColwiseParallel(deal=deal), "1": BsrRowwiseParallel(deal=deal)})
+        partition = partition_hidden(model[0], model[1], mesh.size())
+        parallelize_module(
+            model, mesh, {"0": BsrColwiseParallel(partition=partition), "1": BsrRowwiseParallel(partition=partition)}
+        )
         offs = torch.tensor([5, 5, 40], dtype=torch.int32, device=device)
         x, dy = normal(40, 64, device=device), normal(40, 96, device=device)
         results = []
@@ -255,8 +259,8 @@ def mixture(device):
             128, 256, 3, 2, False, (32, 32), density=0.4, one_pattern=one_pattern, **more
         )  # fmt: skip
         model = copy.deepcopy(alone)
-        deal = deal_hidden([model.gate, model.up], model.down, mesh.size())
-        column, row = BsrColwiseParallel(deal=deal), BsrRowwiseParallel(deal=deal)
+        partition = partition_hidden([model.gate, model.up], model.down, mesh.size())
+        column, row = BsrColwiseParallel(partition=partition), BsrRowwiseParallel(partition=partition)
         parallelize_module(model, mesh, {"gate": column, "up": column, "down": row})
         compare(model, alone, [normal(40, 128, device=device)])
         for name in ("gate", "up", "down"):
@@ -281,7 +285,7 @@ def compiled(device):
 
 
 def refused(device):
-    """Layers, layouts and deals that no style can split."""
+    """Layers, layouts and splits that no style can split."""
     mesh, more = mesh_of(device), {"density": 0.5, "device": device, "dtype": dtype_of(device)}
     torch.manual_seed(dist.get_rank())
     column, row = BsrColwiseParallel(), BsrRowwiseParallel()
@@ -290,14 +294,14 @@ def refused(device):
     torch.manual_seed(0)
     swiglu = SwiGLU(128, 256, False, (32, 32), **more)
     raises(ValueError, "the gate of a GatedBsrLinear", parallelize_module, swiglu.gate_up, mesh, row)
-    deal = deal_hidden(swiglu.gate_up, swiglu.down, mesh.size())
-    raises(ValueError, "the deal is of 256", parallelize_module, BsrLinear(128, 128, **more, blocksize=(32, 32)), mesh,
-           BsrRowwiseParallel(deal=deal))  # fmt: skip
-    uneven = deal_hidden(swiglu.gate_up, swiglu.down, 3)
+    partition = partition_hidden(swiglu.gate_up, swiglu.down, mesh.size())
+    raises(ValueError, "the partition is of 256", parallelize_module, BsrLinear(128, 128, blocksize=(32, 32), **more),
+           mesh, BsrRowwiseParallel(partition=partition))  # fmt: skip
+    uneven = partition_hidden(swiglu.gate_up, swiglu.down, 3)
     raises(ValueError, "equal, contiguous ranges", parallelize_module, swiglu.gate_up, mesh,
-           BsrColwiseParallel(deal=uneven, output_layouts=Replicate()))  # fmt: skip
-    raises(TypeError, "deal is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
-           BsrColwiseParallel(deal=deal))  # fmt: skip
+           BsrColwiseParallel(partition=uneven, output_layouts=Replicate()))  # fmt: skip
+    raises(TypeError, "partition is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
+           BsrColwiseParallel(partition=partition))  # fmt: skip
     layer = parallelize_module(BsrLinear(128, 128, False, (32, 32), **more), mesh, column)
     raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
     raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
@@ -307,8 +311,11 @@ def parallelized(alone, mesh, **options):
     """A copy of a SwiGLU or of a pair, over a mesh."""
     model = copy.deepcopy(alone)
     names = ("gate_up", "down") if isinstance(model, SwiGLU) else ("0", "1")
-    deal = deal_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), mesh.size())
-    plan = {names[0]: BsrColwiseParallel(deal=deal, **options), names[1]: BsrRowwiseParallel(deal=deal)}
+    partition = partition_hidden(model.get_submodule(names[0]), model.get_submodule(names[1]), mesh.size())
+    plan = {
+        names[0]: BsrColwiseParallel(partition=partition, **options),
+        names[1]: BsrRowwiseParallel(partition=partition),
+    }
     return parallelize_module(model, mesh, plan)
 
 

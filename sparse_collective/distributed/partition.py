@@ -16,11 +16,11 @@ from ..conversions import Balance
 from ..nn.module import BsrModule
 from ..splits import block_counts, even_sizes
 
-__all__ = ["Deal", "deal_hidden"]
+__all__ = ["Partition", "partition_hidden"]
 
 
 @dataclass(frozen=True)
-class Deal:
+class Partition:
     """The units of a dimension that each rank holds.
 
     unit: features of a unit.
@@ -53,32 +53,34 @@ class Deal:
             ValueError: a unit is not whole blocks.
         """
         if self.unit % side:
-            raise ValueError(f"a unit of {self.unit} features is not a multiple of blocks of {side}; see deal_hidden")
+            raise ValueError(
+                f"a unit of {self.unit} features is not a multiple of blocks of {side}; see partition_hidden"
+            )
         each = self.unit // side
         return [[unit * each + i for unit in units for i in range(each)] for units in self.units]
 
-    def of_rows(self, layer: BsrModule) -> Deal:
-        """The same deal of the rows of a layer's weight, of which a gated layer has two for each output feature."""
-        return Deal(self.unit * hidden_rows(layer), self.units)
+    def of_rows(self, layer: BsrModule) -> Partition:
+        """The same partition of the rows of a layer's weight; a gated layer has two rows per output feature."""
+        return Partition(self.unit * hidden_rows(layer), self.units)
 
 
-def evenly(units: int, unit: int, parts: int) -> Deal:
+def evenly(units: int, unit: int, parts: int) -> Partition:
     """Contiguous ranges of units whose sizes differ by at most one."""
     ends = list(itertools.accumulate(even_sizes(units, parts), initial=0))
-    return Deal(unit, tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise(ends)))
+    return Partition(unit, tuple(tuple(range(begin, end)) for begin, end in itertools.pairwise(ends)))
 
 
 def _first_layers(first: BsrModule | Sequence[BsrModule]) -> Sequence[BsrModule]:
     return [first] if isinstance(first, BsrModule) else list(first)
 
 
-def deal_hidden(
+def partition_hidden(
     first: BsrModule | Sequence[BsrModule], second: BsrModule, parts: int, *, balance: Balance = "blocks"
-) -> Deal:
-    """Deal the hidden features between two layers to ranks, for BsrColwiseParallel and BsrRowwiseParallel.
+) -> Partition:
+    """Split the hidden features between two layers over ranks, for BsrColwiseParallel and BsrRowwiseParallel.
 
-    With balance="blocks" ranks get about equally many stored blocks: units are dealt longest first to the rank with
-    the least work. This permutes hidden features over ranks. Both layers take the same deal, so that the pair
+    With balance="blocks" ranks get about equally many stored blocks: units are assigned longest first to the rank
+    with the least work. This permutes hidden features over ranks. Both layers take the same partition, so that the pair
     needs no communication in between, and its result is that of one process.
 
     Args:
@@ -88,7 +90,7 @@ def deal_hidden(
         balance: "blocks", or "extent" for contiguous ranges of equal width.
 
     Returns:
-        The Deal. Units are the smallest that are whole blocks in all layers. Ranks hold equally many of them, or
+        The Partition. Units are the smallest that are whole blocks in all layers. Ranks hold equally many of them, or
         one more. Synchronizes.
 
     Raises:
@@ -96,21 +98,23 @@ def deal_hidden(
 
     Example::
 
-        deal = deal_hidden(ffn.gate_up, ffn.down, mesh.size())
-        plan = {"gate_up": BsrColwiseParallel(deal=deal), "down": BsrRowwiseParallel(deal=deal)}
+        partition = partition_hidden(ffn.gate_up, ffn.down, mesh.size())
+        plan = {"gate_up": BsrColwiseParallel(partition=partition), "down": BsrRowwiseParallel(partition=partition)}
         parallelize_module(ffn, mesh, plan)
     """
     layers = _first_layers(first)
     if balance not in ("extent", "blocks"):
-        raise ValueError(f"deal_hidden: balance is {balance!r}; use 'extent' or 'blocks'")
+        raise ValueError(f"partition_hidden: balance is {balance!r}; use 'extent' or 'blocks'")
     widths = [layer.out_features // hidden_rows(layer) for layer in layers]
     if any(width != second.in_features for width in widths):
-        raise ValueError(f"deal_hidden: the first layers have {widths} outputs, the second {second.in_features} inputs")
+        raise ValueError(
+            f"partition_hidden: the first layers have {widths} outputs, the second {second.in_features} inputs"
+        )
     sides = [least_unit(layer) for layer in layers]
     unit = math.lcm(*sides, second.blocksize[1])
     if second.in_features % unit:
         raise ValueError(
-            f"deal_hidden: {second.in_features} hidden features are not a multiple of {unit}, whole blocks of all "
+            f"partition_hidden: {second.in_features} hidden features are not a multiple of {unit}, whole blocks of all "
             "layers"
         )
     count = second.in_features // unit
@@ -121,14 +125,14 @@ def deal_hidden(
         counts = block_counts(layer.pattern, 1 if layer is second else 0).cpu().long()
         work += counts.view(count, -1).sum(1) * math.prod(layer.blocksize)
     most = even_sizes(count, parts)[0]
-    dealt: list[list[int]] = [[] for _ in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, rank) for rank in range(parts)]
     for i in sorted(range(count), key=lambda i: (-int(work[i]), i)):
         total, rank = heapq.heappop(heap)
-        dealt[rank].append(i)
-        if len(dealt[rank]) < most:
+        assigned[rank].append(i)
+        if len(assigned[rank]) < most:
             heapq.heappush(heap, (total + int(work[i]), rank))
-    return Deal(unit, tuple(tuple(sorted(units)) for units in dealt))
+    return Partition(unit, tuple(tuple(sorted(units)) for units in assigned))
 
 
 def hidden_rows(layer: BsrModule) -> int:
