@@ -1,9 +1,15 @@
 """Expert parallelism: tokens go to the ranks that hold their experts, and results come back.
 
-A call sorts its rows (tokens times top_k) by expert, and moves them by all_to_all_single: unicast, and no row but those
+A call sorts its rows (tokens times top_k) by expert, and moves them by an all-to-all: unicast, and no row but those
 that another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one
 synchronization for each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their
 rank sorted them: the order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
+
+With overlap=True this rank's own rows are multiplied while the others move:
+
+    dispatch    [ rows of others arrive ]
+    combine                                               [ results of others arrive ]
+    GEMMs       [ gate, up of own rows  ] [ rows of others ] [ down of own rows      ]      <- time
 """
 
 from __future__ import annotations
@@ -12,13 +18,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from cute_kernels.runtime.torch_compat import all_gather_single
 
 from ..nn.feed_forward import combined
 from ..padded_rows import Padding, spread, taken
+from .transfer import AllToAll, FinishRows, StartRows, transfers
 
-__all__ = ["routed_over_ranks"]
+__all__ = ["Routing", "routed_over_ranks"]
+
+Layer = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
 
 
 class Routing:
@@ -26,49 +36,55 @@ class Routing:
 
     order: (T * k,) int64, the choice that each sorted row is of; choice i is of token i // k.
     slots: (T * k,) int64, the sorted row of each choice.
-    arriving: (ranks, experts of this rank) int64, rows that arrive from each rank.
+    arriving: (ranks, experts of this rank) int64, rows that arrive from each rank, this one included.
     """
 
-    def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
-        self.group, ranks, flat = mesh.get_group(), mesh.size(), choices.flatten()
-        self.order = flat.argsort(stable=True)
-        self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(flat), device=flat.device))
-        numbers = torch.arange(experts, device=flat.device, dtype=flat.dtype)
-        ends = torch.searchsorted(flat[self.order], numbers, right=True)
-        leaving = ends.diff(prepend=ends.new_zeros(1))
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, group=self.group)
-        self.arriving = arriving.view(ranks, -1)
-        self._rows = torch.stack([leaving.view(ranks, -1), self.arriving]).sum(-1).to("cpu", non_blocking=True)
-        self._copied = None if flat.device.type == "cpu" else torch.get_device_module(flat.device).Event()
+    def __init__(self, choices: Tensor, experts: int, mesh: Any, own_last: bool = False) -> None:
+        """own_last: sort rows for this rank's experts behind the others."""
+        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
+        ranks, each, keys = mesh.size(), experts // mesh.size(), choices.flatten()
+        begin, end = self.rank * each, (self.rank + 1) * each
+        numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
+        if own_last:
+            keys, numbers = (torch.where((t >= begin) & (t < end), t + experts, t) for t in (keys, numbers))
+        self.order = keys.argsort(stable=True)
+        self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
+        keys = keys[self.order]
+        leaving = torch.searchsorted(keys, numbers, right=True) - torch.searchsorted(keys, numbers)
+        table = leaving.new_empty(ranks * experts)
+        all_gather_single(table, leaving, self.group)
+        table = table.view(ranks, ranks, each)  # (from, to, expert)
+        self.arriving = table[:, self.rank]
+        self._rows = table.sum(-1).to("cpu", non_blocking=True)
+        self._copied = None if keys.device.type == "cpu" else torch.get_device_module(keys.device).Event()
         if self._copied is not None:
             self._copied.record()
 
-    def rows(self) -> tuple[list[int], list[int]]:
-        """Numbers of rows that leave for each rank, and that arrive from it. Synchronizes."""
+    def rows(self) -> list[list[int]]:
+        """Numbers of rows from each rank to each. Synchronizes."""
         if self._copied is not None:
             self._copied.synchronize()
-        leaving, arriving = self._rows.tolist()
-        return leaving, arriving
+        return self._rows.tolist()
 
-    def padding(self, total: int, group_rows: int) -> Padding:
-        """The layout of rows that arrive, for the grouped GEMM.
 
-        Args:
-            total: number of rows.
-            group_rows: rows of a run.
-        """
-        experts = self.arriving.shape[1]
-        widths = -(-self.arriving.sum(0) // group_rows) * group_rows  # of each expert's runs
-        ends = widths.cumsum(0)
-        places = ends - widths + self.arriving.cumsum(0) - self.arriving  # of the first row of (rank, expert)
-        segments = self.arriving.flatten().cumsum(0)  # as rows arrive
-        shift = places.flatten() - segments + self.arriving.flatten()
-        numbers = torch.arange(total, device=ends.device)
-        slots = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
-        runs = total // group_rows + min(total, experts)
-        firsts = torch.arange(runs, device=ends.device) * group_rows
-        return Padding(runs * group_rows, slots, torch.searchsorted(ends, firsts, right=True, out_int32=True))
+def layout(counts: Tensor, total: int, group_rows: int) -> Padding:
+    """Layout for the grouped GEMM of rows that are sorted by rank, then by expert.
+
+    Args:
+        counts: (ranks, experts) int64, rows of each.
+        total: their sum.
+        group_rows: rows of a run.
+    """
+    widths = -(-counts.sum(0) // group_rows) * group_rows  # of each expert's runs
+    ends = widths.cumsum(0)
+    places = ends - widths + counts.cumsum(0) - counts  # of the first row of (rank, expert)
+    segments = counts.flatten().cumsum(0)
+    shift = places.flatten() - segments + counts.flatten()
+    numbers = torch.arange(total, device=ends.device)
+    slots = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
+    runs = total // group_rows + min(total, counts.shape[1])
+    firsts = torch.arange(runs, device=ends.device) * group_rows
+    return Padding(runs * group_rows, slots, torch.searchsorted(ends, firsts, right=True, out_int32=True))
 
 
 class SortRows(torch.autograd.Function):
@@ -87,33 +103,21 @@ class SortRows(torch.autograd.Function):
 
 
 class UnsortRows(torch.autograd.Function):
-    """Row i of the result is y[slots[i]]; slots and order are inverse permutations."""
+    """Row order[i] of the result is row i of the parts, which follow each other."""
 
     @staticmethod
-    def forward(ctx, y, order, slots):
-        ctx.save_for_backward(order, slots)
-        return y.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx, dy):
-        order, slots = ctx.saved_tensors
-        return UnsortRows.apply(dy, slots, order), None, None
-
-
-class AllToAll(torch.autograd.Function):
-    """Send leaving[r] rows of x (n, N) to rank r, in the order of ranks; returns the rows that arrive."""
-
-    @staticmethod
-    def forward(ctx, x, leaving, arriving, group):
-        ctx.call = arriving, leaving, group
-        out = x.new_empty(sum(arriving), x.shape[1])
-        raw = [t.view(torch.uint8) for t in (out, x.contiguous())]  # gloo has no 16-bit types
-        dist.all_to_all_single(raw[0], raw[1], arriving, leaving, group=group)
+    def forward(ctx, order, *parts):
+        ctx.save_for_backward(order)
+        ctx.sizes = [len(part) for part in parts]
+        out = parts[0].new_empty(len(order), *parts[0].shape[1:])
+        for index, part in zip(order.split(ctx.sizes), parts, strict=True):
+            out.index_copy_(0, index, part)
         return out
 
     @staticmethod
     def backward(ctx, dy):
-        return AllToAll.apply(dy, *ctx.call), None, None, None
+        (order,) = ctx.saved_tensors
+        return None, *(dy.index_select(0, index) for index in order.split(ctx.sizes))
 
 
 @torch.compiler.disable(reason="numbers of rows that ranks exchange are read on the host")
@@ -123,8 +127,9 @@ def routed_over_ranks(
     weights: Tensor,
     experts: int,
     group_rows: int,
-    layers: Callable[[Tensor, Tensor], Tensor],
+    layers: tuple[Layer, Layer],
     mesh: Any,
+    overlap: bool,
 ) -> Tensor:
     """`nn.feed_forward.routed` with experts over the ranks of a mesh; all ranks must call it together.
 
@@ -134,18 +139,44 @@ def routed_over_ranks(
         weights: (T, k), by which the results of a token's choices are multiplied.
         experts: of all ranks, a multiple of them; each holds as many, in the order of ranks.
         group_rows: rows of a run.
-        layers: from padded rows (rows, K), and the expert of each run in this rank's numbering, to (rows, N).
+        layers: this rank's experts, from x to the hidden features, and from these to (rows, N).
         mesh: one-dimensional.
+        overlap: move rows beside the GEMMs of this rank's own.
 
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable. Synchronizes.
     """
-    routing = Routing(choices, experts, mesh)
-    rows = SortRows.apply(x, routing.order, routing.slots, choices.shape[1])
-    leaving, arriving = routing.rows()
-    rows = AllToAll.apply(rows, leaving, arriving, routing.group)
-    padding = routing.padding(sum(arriving), group_rows)
-    y = taken(layers(spread(rows, padding), padding.groups), padding)
-    y = AllToAll.apply(y, arriving, leaving, routing.group)
-    y = UnsortRows.apply(y, routing.order, routing.slots)
-    return combined(y.unflatten(0, choices.shape), weights, x.dtype)
+    routing = Routing(choices, experts, mesh, own_last=overlap)
+    sorted_rows = SortRows.apply(x, routing.order, routing.slots, choices.shape[1])
+    parts = (overlapped if overlap else at_once)(sorted_rows, routing, group_rows, *layers)
+    return combined(UnsortRows.apply(routing.order, *parts).unflatten(0, choices.shape), weights, x.dtype)
+
+
+def at_once(x: Tensor, routing: Routing, group_rows: int, first: Layer, second: Layer) -> list[Tensor]:
+    """Results of the sorted rows, of which all move first."""
+    rows, rank = routing.rows(), routing.rank
+    leaving, arriving = rows[rank], [line[rank] for line in rows]
+    x = AllToAll.apply(x, leaving, arriving, routing.group)
+    padding = layout(routing.arriving, len(x), group_rows)
+    y = taken(second(first(spread(x, padding), padding.groups), padding.groups), padding)
+    return [AllToAll.apply(y, arriving, leaving, routing.group)]
+
+
+def overlapped(x: Tensor, routing: Routing, group_rows: int, first: Layer, second: Layer) -> list[Tensor]:
+    """Results of the sorted rows: those that other ranks computed, and those of this rank's experts."""
+    rows, rank = routing.rows(), routing.rank
+    there, back = transfers(rows, rank, routing.group)
+    others, own = x.split([len(x) - rows[rank][rank], rows[rank][rank]])
+    counts = routing.arriving.clone()
+    counts[rank] = 0
+
+    arrived = StartRows.apply(others, there, back)
+    mine = layout(routing.arriving[rank : rank + 1], len(own), group_rows)
+    hidden = first(spread(own, mine), mine.groups)
+    arrived = FinishRows.apply(arrived, there, back)
+    theirs = layout(counts, len(arrived), group_rows)
+    y = taken(second(first(spread(arrived, theirs), theirs.groups), theirs.groups), theirs)
+    there, back = transfers([list(line) for line in zip(*rows, strict=True)], rank, routing.group)
+    y = StartRows.apply(y, there, back)
+    own = taken(second(hidden, mine.groups), mine)
+    return [FinishRows.apply(y, there, back), own]

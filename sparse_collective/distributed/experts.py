@@ -83,29 +83,42 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
         )  # fmt: skip
 
 
-class ParallelMixtureOfExperts(BsrMixtureOfExperts):
-    """A BsrMixtureOfExperts over the ranks of a mesh. Its router is whole on each rank."""
+class OverRanks(nn.Module):
+    """Mixin of mixtures of experts over the ranks of a mesh.
+
+    overlap: move tokens beside the GEMMs of this rank's own.
+    """
 
     place: PlacedExperts
+    overlap: bool
+
+    def over_ranks(self, x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> Tensor:
+        """The experts' weighted results for tokens x (T, dim) of this rank."""
+        module: Any = self
+
+        def down(hidden: Tensor, expert_ids: Tensor) -> Tensor:
+            return module.down(hidden, expert_ids=expert_ids)
+
+        layers, mesh = (module._hidden, down), self.place.mesh
+        return routed_over_ranks(x, choices, weights, experts, module.group_rows, layers, mesh, self.overlap)
+
+
+class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):
+    """A BsrMixtureOfExperts over the ranks of a mesh. Its router is whole on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         check_local(self, x)
         tokens = x.reshape(-1, x.shape[-1])
         weights, choices = self.route(tokens)
-        y = routed_over_ranks(tokens, choices, weights, self.experts, self.group_rows, self._layers, self.place.mesh)
-        return y.view(x.shape)
+        return self.over_ranks(tokens, choices, weights, self.experts).view(x.shape)
 
 
-class ParallelExperts(BsrExperts):
+class ParallelExperts(OverRanks, BsrExperts):
     """A BsrExperts over the ranks of a mesh."""
-
-    place: PlacedExperts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         check_local(self, hidden_states)
-        return routed_over_ranks(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, self.group_rows, self._layers, self.place.mesh
-        )
+        return self.over_ranks(hidden_states, top_k_index, top_k_weights, self.num_experts)
 
 
 KINDS: dict[type, type] = {BsrMixtureOfExperts: ParallelMixtureOfExperts, BsrExperts: ParallelExperts}
@@ -132,6 +145,11 @@ class BsrExpertParallel(ParallelStyle):
     router is whole on each rank, and its gradient is that of this rank's tokens, as of any other layer of a model under
     data parallelism. Gradients of experts are summed over the tokens of all ranks.
 
+    Args:
+        overlap: multiply this rank's own tokens while those of other ranks arrive, through symmetric memory on CUDA.
+            Needs GPUs that reach each other's memory (NVLink). Each layer then runs two grouped GEMMs, so it is for
+            many tokens.
+
     parallelize_module raises:
         TypeError: the module is of another type, or sharded already.
         ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions, or
@@ -143,6 +161,10 @@ class BsrExpertParallel(ParallelStyle):
         mesh = init_device_mesh("cuda", (2,))
         parallelize_module(model, mesh, {"layers.*.moe": BsrExpertParallel()})
     """
+
+    def __init__(self, *, overlap: bool = False) -> None:
+        super().__init__()
+        self.overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         check_mesh(self, device_mesh)
@@ -160,7 +182,7 @@ class BsrExpertParallel(ParallelStyle):
                 group = device_mesh.get_group()
                 torch.distributed.broadcast(parameter.data, group=group, group_src=self.src_data_rank)
         module.__class__ = kind
-        module.__dict__["place"] = layers[0].place
+        module.__dict__["place"], module.__dict__["overlap"] = layers[0].place, self.overlap
         return module
 
 

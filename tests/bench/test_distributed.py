@@ -1,13 +1,12 @@
 """Rows of `python -m bench distributed` on the CPU, small: each runs, in two processes with gloo."""
 
 from bench import __main__ as command
-from bench import cases_distributed as cases
-from bench import distributed
+from bench import cases_distributed, cases_distributed_experts, distributed
 
 from ..ranks import Ranks
 
 SMALL = {"TOKENS": 64, "DIM": 128, "HIDDEN": 512, "WINDOWS": 2}
-DECODER = cases.Shape(64, 256, 2, 4, 32, 16, 0.25)
+DECODER = cases_distributed.Shape(64, 256, 2, 4, 32, 16, 0.25)
 
 
 def rows_run(device):
@@ -18,11 +17,12 @@ def rows_run(device):
             call()
         return dict.fromkeys(calls, 1.0)
 
-    for name, value in (SMALL | {"DECODER": DECODER, "timed": once}).items():
-        setattr(cases, name, value)
-    for row in cases.rows():
-        entry = {"name": row.name, "ranks": 2, **row.run(device)}
-        assert "ms 1" in distributed.line(entry)
+    for cases in (cases_distributed, cases_distributed_experts):
+        for name, value in (SMALL | {"DECODER": DECODER, "timed": once}).items():
+            setattr(cases, name, value)
+        for row in cases.rows():
+            entry = {"name": row.name, "ranks": 2, **row.run(device)}
+            assert "ms 1" in distributed.line(entry)
 
 
 def test_rows():
