@@ -6,6 +6,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cute_kernels.runtime.transforms import differentiable_once
 
@@ -64,20 +65,27 @@ class _ContextParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @differentiable_once
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.plan
-        if not ctx.keep:
-            k, v = gathered(k, plan), gathered(v, plan)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
-        dq, dk, dv = attention_backward(
-            dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, dq_dtype=q.dtype, **ctx.options
-        )
-        dk, dv = (reduced(t, plan, dtype) for t, dtype in zip((dk, dv), ctx.dtypes, strict=True))
-        return dq, dk, dv, None, None, None, None
+        # In a trace AOTAutograd itself refuses second derivatives.
+        return (_gradients if is_compiling() else _gradients_once)(ctx, dout, dlse)
+
+
+def _gradients(ctx, dout, dlse) -> tuple:
+    q, k, v, out, lse = ctx.saved_tensors
+    plan = ctx.plan
+    if not ctx.keep:
+        k, v = gathered(k, plan), gathered(v, plan)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
+    dq, dk, dv = attention_backward(
+        dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, dq_dtype=q.dtype, **ctx.options
+    )
+    dk, dv = (reduced(t, plan, dtype) for t, dtype in zip((dk, dv), ctx.dtypes, strict=True))
+    return dq, dk, dv, None, None, None, None
+
+
+_gradients_once = differentiable_once(_gradients)
 
 
 @overload

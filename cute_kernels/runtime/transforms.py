@@ -178,8 +178,6 @@ def differentiable_once(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        if torch.compiler.is_compiling():  # AOTAutograd refuses second derivatives itself
-            return backward(ctx, *gradients)
         plain = not torch.is_grad_enabled()
         for gradient in gradients:
             if gradient is not None and (gradient.is_neg() or is_grads_batched(gradient)):
