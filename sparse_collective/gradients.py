@@ -200,4 +200,7 @@ def bias_gradient(op: str, dz: Tensor, bias: Tensor, expert_ids: Tensor | None) 
     # expert_ids.shape[0] and not len(expert_ids), which would fix the number of tokens of a compiled graph.
     runs = dz.unflatten(0, (expert_ids.shape[0], -1)).sum(1, dtype=wide)
     items = expert_ids.clamp(0, bias.shape[0] - 1).long()  # the nearest item's, where there is no such number
-    return runs.new_zeros(bias.shape).index_add_(0, items, runs).to(bias.dtype)
+    total = runs.new_zeros(bias.shape)
+    if runs.is_cuda:  # sorts, where index_add_ has atomics
+        return total.index_put_((items,), runs, accumulate=True).to(bias.dtype)
+    return total.index_add_(0, items, runs).to(bias.dtype)

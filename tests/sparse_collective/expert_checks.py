@@ -151,7 +151,7 @@ def repeated_calls(device):
     """Results and gradients are bitwise identical in each call."""
     for overlap in (False, True):
         model = parallelized(mixture(device), mesh_of(device), overlap=overlap)
-        x, runs = normal(90, DIM, device=device), []
+        x, runs = normal(400, DIM, device=device), []
         for _ in range(3):
             model.zero_grad()
             mine = x.clone().requires_grad_()
