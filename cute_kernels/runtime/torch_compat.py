@@ -252,6 +252,9 @@ def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor
     return total
 
 
+BARRIER_MS = 600_000  # after which a rank that waits for one that has died ends with an error, as NCCL does
+
+
 def pull_rows(x: Tensor, parts: list[Tensor], begins: list[int], room: int, group: Any) -> Callable[[], None]:
     """Start to copy rows of other ranks' x through symmetric memory of CUDA GPUs, by copy engines on a second stream.
 
@@ -268,10 +271,10 @@ def pull_rows(x: Tensor, parts: list[Tensor], begins: list[int], room: int, grou
     width, current = x.shape[1], torch.cuda.current_stream()
     size = room * width * x.element_size()
     memory = get_symm_mem_workspace(group.group_name, min_size=1 << size.bit_length())  # grows rarely
-    memory.barrier(channel=0)  # all ranks have read what was in it
+    memory.barrier(0, BARRIER_MS)  # all ranks have read what was in it
     if len(x):
         memory.get_buffer(memory.rank, x.shape, x.dtype).copy_(x)
-    memory.barrier(channel=1)
+    memory.barrier(1, BARRIER_MS)
     stream = _get_backend_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

@@ -146,6 +146,7 @@ def routed_over_ranks(
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable. Synchronizes.
     """
+    overlap = overlap and mesh.size() > 1
     routing = Routing(choices, experts, mesh, own_last=overlap)
     sorted_rows = SortRows.apply(x, routing.order, routing.slots, choices.shape[1])
     parts = (overlapped if overlap else at_once)(sorted_rows, routing, group_rows, *layers)

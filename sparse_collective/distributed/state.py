@@ -1,4 +1,4 @@
-"""State dicts of tensor-parallel layers: each rank's part, and one process's form of all parts."""
+"""Weight and state dicts of tensor- and expert-parallel layers: each rank's part, and one process's form of all."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def is_sharded_twice(t: Any) -> bool:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
-    """The state of a model in the form of one process, from tensor-parallel layers, fully_shard, or both.
+    """The state of a model in the form of one process, from tensor- and expert-parallel layers and fully_shard.
 
     model.state_dict() holds each rank's part: torch.distributed.checkpoint saves it, and loads it into the same mesh
     and partition. The full state loads into a model that is not parallelized, and into each rank of any other mesh by

@@ -141,7 +141,7 @@ class BsrMixtureOfExperts(nn.Module):
 
     The router is a dense linear layer with a softmax over the top_k logits. Tokens are sorted by expert, each expert's
     tokens are padded to whole runs, and all experts run in one kernel per layer. The host reads nothing of the routing:
-    shapes do not depend on it.
+    shapes do not depend on it. sparse_collective.distributed.BsrExpertParallel distributes the experts over GPUs.
 
     Args:
         dim, hidden: input and hidden features of an expert, multiples of the block's sides.

@@ -183,7 +183,7 @@ def compiled_experts(device):
     alone = mixture(device)
     model = parallelized(alone, mesh_of(device))
     torch._dynamo.reset()
-    net = nn.Sequential(nn.LayerNorm(DIM, device=device, dtype=dtype_of(device)), model)
+    net = nn.Sequential(nn.ReLU(), model)  # exact, so that choices are the same
     fast = torch.compile(net, backend="eager" if device.type == "cpu" else "inductor")
     for tokens in (40, 24 + dist.get_rank(), 33):
         x = normal(tokens, DIM, device=device)
