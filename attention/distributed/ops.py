@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.runtime.transforms import differentiable_once
 
-from ..masks.score_mod import bound
+from ..masks.score_mod import WHAT, bound
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
 from .exchange import gathered, reduced
@@ -88,6 +88,15 @@ def _gradients(ctx, dout, dlse) -> tuple:
 _gradients_once = differentiable_once(_gradients)
 
 
+def _captures_a_leaf(score_mod: Callable, device: torch.device) -> bool:
+    """True if a tensor that the function captures requires a gradient."""
+    if not is_compiling():
+        return bound(score_mod, device).wants_gradients
+    from ..masks.function_text import written  # imports torch's compiler
+
+    return any(t.requires_grad for t in written(score_mod, WHAT)[-1])
+
+
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -160,7 +169,7 @@ def context_parallel_attention(
                 "plan.shard(x, dim=2) makes it"
             )
     if score_mod is not None:
-        if bound(score_mod, q.device).wants_gradients:
+        if _captures_a_leaf(score_mod, q.device):
             raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
         tiles = plan.tiles[plan.rank].int(), plan.buffer.int()
         score_mod = ScoreAtPositions(score_mod, *tiles, plan.tile, plan.length)
