@@ -120,7 +120,7 @@ def plan_context_parallel(
     causal: bool = False,
     window_size: Sequence[int | None] | None = None,
     cu_seqlens: Tensor | None = None,
-    deal: str = "auto",
+    deal: str | ContextParallelPlan = "auto",
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> ContextParallelPlan:
@@ -135,7 +135,7 @@ def plan_context_parallel(
         causal, window_size: see attention.
         cu_seqlens: (B + 1,) int32, for packed sequences: tokens attend to their own sequence only.
         deal: which tokens each process has: "contiguous", "head_tail" or "longest_first", see deal.py; or "auto", the
-            one of these whose slowest process is expected to take least time.
+            one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
         check: True to compare the processes' masks, by a hash of the lists, which all of them exchange once. Functions
             are compared by name, and the tensors they capture not at all.
         device: that of the plan if neither mask nor cu_seqlens is given; by default the mesh's.
@@ -168,11 +168,11 @@ def plan_context_parallel(
     mask = _block_mask(mask)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if check:
-        _check_equal(mask, deal, group)
+        _check_equal(mask, deal.deal if isinstance(deal, ContextParallelPlan) else deal, group)
     return _planned(mask, size, deal, (rank,), group)[0]
 
 
-def plans(mask, size: int, deal: str = "auto", ranks: Sequence[int] | None = None) -> list[ContextParallelPlan]:
+def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> list[ContextParallelPlan]:
     """The plans of `size` processes, or of some of them, without any: to simulate them on one device.
 
     Example:
@@ -181,18 +181,23 @@ def plans(mask, size: int, deal: str = "auto", ranks: Sequence[int] | None = Non
     return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None)
 
 
-def _planned(mask: BlockMask, size: int, deal: str, ranks, group) -> list[ContextParallelPlan]:
+def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group) -> list[ContextParallelPlan]:
     length, columns = mask.lengths
     if length != columns:
         raise ValueError(f"{OP}: the mask must have as many queries as keys, got lengths {mask.lengths}")
-    if deal not in ("auto", *dealing.DEALS):
-        raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
     tile = max(mask.blocksize)
+    if isinstance(deal, ContextParallelPlan):
+        if (deal.length, deal.tile, deal.size) != (length, tile, size):
+            raise ValueError(f"{OP}: deal must be a plan of {length} tokens in tiles of {tile}, got {deal!r}")
+    elif deal not in ("auto", *dealing.DEALS):
+        raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
     count = -(-length // tile)
     tables = mask.tables()
     blocks = _by_tile(tables[0] | tables[1], mask, count)
     listed, work = blocks.any(0), blocks.sum((0, 2), dtype=torch.int64)
-    if deal == "auto":
+    if isinstance(deal, ContextParallelPlan):
+        tiles, deal = deal.tiles.to(mask.device), deal.deal
+    elif deal == "auto":
         tried = [dealing.dealt(work / len(blocks), size, each) for each in dealing.DEALS]
         costs = torch.stack([dealing.cost(work / len(blocks), listed, tiles) for tiles in tried]).tolist()
         # The first within 2 % of the best moves less than the others.

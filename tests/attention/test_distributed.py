@@ -169,3 +169,9 @@ def ranks(request):
 @pytest.mark.parametrize("check", [check.__name__ for check in distributed_checks.CHECKS])
 def test_against_one_process(ranks, check):
     ranks.run(f"{distributed_checks.__name__}:{check}")
+
+
+@pytest.mark.parametrize("check", ["llama", "packed", "windows", "checkpointing", "compiled", "refused"])
+def test_transformers(ranks, check):
+    pytest.importorskip("transformers")
+    ranks.run(f"tests.attention.transformers_checks:{check}")

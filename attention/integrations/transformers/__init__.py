@@ -7,7 +7,8 @@
 
 Supported without changes: prefill and decode with dynamic, static and sliding caches, left and right padding, packed
 batches, sliding-window layers, softcap, bidirectional encoders, grouped-query attention, training without dropout.
-`set_block_mask` sets a custom block mask for layers. Unsupported features raise an error, see `attend`.
+`set_block_mask` sets a custom block mask for layers, `context_parallel` runs a model on a sequence that several
+processes share. Unsupported features raise an error, see `attend`.
 
 `experts_implementation="cute_kernels"` runs the dense experts of mixtures of experts by our grouped GEMM.
 from_pretrained and save_pretrained also know models with block-sparse and FP8 layers: see `BlockSparseConfig` and
@@ -19,10 +20,11 @@ Requires transformers 5 (`pip install 'cute-kernels[transformers]'`).
 from .attention_function import attend
 from .block_masks import set_block_mask
 from .checkpoints import BlockSparseConfig, prepare_saving, register_checkpoints
+from .distributed import context_parallel
 from .experts import experts_forward
 from .masks import make_mask
 
-__all__ = ["BlockSparseConfig", "prepare_saving", "register", "set_block_mask"]
+__all__ = ["BlockSparseConfig", "context_parallel", "prepare_saving", "register", "set_block_mask"]
 
 
 RESERVED = (

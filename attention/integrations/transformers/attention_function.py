@@ -15,6 +15,7 @@ from attention.operands import autocast, padded
 from cute_kernels.checks import watched
 
 from .block_masks import ATTRIBUTE
+from .distributed import PlannedMask, check_none_active
 from .masks import Mask
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
@@ -131,6 +132,13 @@ def attend(
 def _attend(module: nn.Module, q, k, v, mask, packed, sliding_window, is_causal, options: dict) -> Tensor:
     """(B, H, Sq, Dv), dispatched on the kind of mask."""
     blocks = getattr(module, ATTRIBUTE, None)
+    if isinstance(mask, PlannedMask):
+        if blocks is not None or packed is not None:
+            raise ValueError(
+                "a block mask (set_block_mask) and cu_seq_lens are not supported with context_parallel; plan with them"
+            )
+        return mask.attend(q, k, v, **options)
+    check_none_active()
     if packed is not None:
         if blocks is not None:
             raise ValueError(

@@ -22,6 +22,7 @@ from attention.masks.block_lists import tables_of_rows
 from attention.masks.mask_mods import Band, Elements, MaskMod, RowRange, both
 from cute_kernels.runtime.derived import captured
 
+from .distributed import PlannedMask, active
 from .kinds import CAUSAL, Kind, kind_of
 
 MOST_DECODE_ROWS = 64
@@ -283,7 +284,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_,
-) -> Mask:
+) -> Mask | PlannedMask:
     """The mask function that `register` registers with transformers, which documents the arguments (sdpa_mask).
 
     Locates the padding once, like transformers' own mask functions, which synchronizes; not during CUDA graph capture.
@@ -291,6 +292,8 @@ def make_mask(
     the forward pass, as generate() does for static caches.
     """
     kind = kind_of(mask_function)
+    if (plans := active()) is not None:
+        return plans.mask(batch_size, (q_length, kv_length), q_offset, kind, attention_mask)
     shift = q_offset - kv_offset  # a new tensor: a static cache increments its own in place
     padding = begin = None
     if attention_mask is not None:
