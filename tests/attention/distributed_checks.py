@@ -104,8 +104,14 @@ def score_functions(device):
     found = attend(plan, *tensors, dout, score_mod=further_is_less)
     compare(whole(plan, found), truth(*tensors, dout, mask, further_is_less), "score_mod")
     slopes = torch.ones(4, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="get no gradients here"):
-        attend(plan, *tensors, dout, score_mod=lambda score, b, h, q, kv: score - slopes[h] * (q - kv))
+
+    def sloped(score, b, h, q, kv):
+        return score - slopes[h] * (q - kv)
+
+    shards = [plan.shard(t, 2) for t in tensors]
+    for run in (context_parallel_attention, torch.compile(context_parallel_attention, backend="aot_eager")):
+        with pytest.raises(RuntimeError, match="get no gradients here"):
+            run(*shards, plan, score_mod=sloped)
 
 
 def checkpointing_and_compile(device):
