@@ -2,7 +2,8 @@
 
 cold: no kernel is cached, so the call compiles. disk: the kernels are in the disk cache. bundle: they are in a bundle.
 warm_up: time of warm_up without a cache, and then of the call in the same process. All include planning and the first
-launch, not the imports, whose time is printed below. Results go to <out>/<card>/first-call.json.
+launch, not the imports, whose time is printed at the end. Each row is printed as it is measured, and written to
+<out>/<card>/first-call.json.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 from . import record
-from .table import grid, make_console
 
 SETUP = """
 import time, json
@@ -72,47 +72,49 @@ def seconds(call: str, cache: str, *, warm_up: bool = False, **environment: str)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.first_call", description=__doc__)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    options = parser.parse_args(argv)
-    rows, imports = [], []
-    with tempfile.TemporaryDirectory() as cache:
-        seconds("gemm(a, b)", cache)  # the files of torch and of CuTe DSL are read from disk once
+COLUMNS = {
+    "cold_s": "cold", "disk_s": "disk", "bundle_s": "bundle", "warm_up_s": "warm_up", "after_warm_up_s": "and then",
+}  # fmt: skip
+
+
+def measured(call: str) -> tuple[dict[str, float], list[list[float]]]:
+    """(seconds by COLUMNS, [import of torch, import of the packages] of two processes)"""
     with tempfile.TemporaryDirectory() as folder:
         calls, bundle = f"{folder}/calls", f"{folder}/bundle"
-        for name, call in USES.items():
-            with tempfile.TemporaryDirectory() as cache:
-                cold = seconds(call, cache, CUTE_KERNELS_RECORD=calls)
-                disk = min((seconds(call, cache) for _ in range(2)), key=lambda times: times[2])
-            with tempfile.TemporaryDirectory() as cache:
-                warmed = seconds(call, cache, warm_up=True)
-            imports += [cold[:2], disk[:2]]
-            times = {"cold_s": cold[2], "disk_s": disk[2], "warm_up_s": warmed[3], "after_warm_up_s": warmed[2]}
-            rows.append({"use": name, **times})
+        cold = seconds(call, f"{folder}/cache", CUTE_KERNELS_RECORD=calls)
+        disk = min((seconds(call, f"{folder}/cache") for _ in range(2)), key=lambda times: times[2])
+        warmed = seconds(call, f"{folder}/warmed", warm_up=True)
         command = [sys.executable, "-m", "cute_kernels", "compile", "--calls", calls, "--out", bundle]
-        subprocess.run(command, check=True)
-        for row in rows:
-            runs = (
-                seconds(USES[row["use"]], folder, CUTE_KERNELS_BUNDLE=bundle, CUTE_KERNELS_CACHE="0") for _ in range(2)
-            )
-            row["bundle_s"] = min(times[2] for times in runs)
-    torch_s, import_s = (round(sorted(column)[len(column) // 2], 2) for column in zip(*imports))
-    table = grid(["first call, seconds"], ["cold", "disk", "bundle", "warm_up", "and then"])
-    columns = "cold_s", "disk_s", "bundle_s", "warm_up_s", "after_warm_up_s"
-    for row in rows:
-        row |= {name: round(row[name], 3) for name in columns}
-        table.add_row(row["use"], *(f"{row[name]:.2f}" for name in columns))
-    console = make_console(80)
-    console.print(table)
-    console.print(f"import of torch {torch_s} s, of the packages {import_s} s more")
-    environment = record.environment()
-    record.save(
-        options.out,
-        environment["card"],
-        "first-call",
-        {"environment": environment, "import_s": import_s, "torch_import_s": torch_s, "rows": rows},
-    )
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        cache = {"CUTE_KERNELS_BUNDLE": bundle, "CUTE_KERNELS_CACHE": "0"}
+        bundled = min(seconds(call, f"{folder}/none", **cache)[2] for _ in range(2))
+    times = {"cold_s": cold[2], "disk_s": disk[2], "bundle_s": bundled}
+    times |= {"warm_up_s": warmed[3], "after_warm_up_s": warmed[2]}
+    return {name: round(value, 3) for name, value in times.items()}, [cold[:2], disk[:2]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.first_call", description=__doc__)
+    text = "uses whose name contains this; the file then has these alone"
+    parser.add_argument("--uses", default="", metavar="TEXT", help=text)
+    parser.add_argument("--out", type=Path, default=record.RESULTS, metavar="FOLDER", help="folder of the results")
+    options = parser.parse_args(argv)
+    uses = {name: call for name, call in USES.items() if options.uses in name}
+    if not uses:
+        parser.error(f"no use's name contains {options.uses!r}; they are {'; '.join(USES)}")
+    with tempfile.TemporaryDirectory() as cache:
+        seconds("gemm(a, b)", cache)  # the files of torch and of CuTe DSL are read from disk once
+    environment, rows, imports = record.environment(), [], []
+    print(f"{'first call, seconds':40}" + "".join(f"{name:>9}" for name in COLUMNS.values()), flush=True)
+    for name, call in uses.items():
+        times, of_imports = measured(call)
+        rows.append({"use": name, **times})
+        imports += of_imports
+        print(f"{name:40}" + "".join(f"{times[column]:9.2f}" for column in COLUMNS), flush=True)
+        torch_s, import_s = (round(sorted(column)[len(column) // 2], 2) for column in zip(*imports))
+        data = {"environment": environment, "import_s": import_s, "torch_import_s": torch_s, "rows": rows}
+        record.save(options.out, environment["card"], "first-call", data)  # after each row, since a run may be cut off
+    print(f"import of torch {torch_s} s, of the packages {import_s} s more")
 
 
 if __name__ == "__main__":
