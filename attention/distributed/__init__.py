@@ -5,10 +5,11 @@
     out = context_parallel_attention(q, k, v, plan)
 
 deal.py decides which process has which tokens, plan.py which keys and values move where, exchange.py moves them, and
-ops.py is the attention, with its gradients.
+ops.py is the attention, with its gradients. styles.py has the parallel style for parallelize_module.
 """
 
 from .ops import context_parallel_attention
 from .plan import ContextParallelPlan, plan_context_parallel
+from .styles import ContextParallel
 
-__all__ = ["ContextParallelPlan", "context_parallel_attention", "plan_context_parallel"]
+__all__ = ["ContextParallel", "ContextParallelPlan", "context_parallel_attention", "plan_context_parallel"]

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from cute_kernels.runtime.transforms import differentiable_once
 
 from ..masks.score_mod import WHAT, bound
+from ..operands import autocast
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
 from .exchange import gathered, reduced
@@ -148,7 +149,8 @@ def context_parallel_attention(
         (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.
 
     Differentiable once in q, k and v. All processes must call it, and its backward, in the same order.
-    torch.compile traces it without graph breaks, and compiles it again for another plan.
+    torch.compile traces it without graph breaks, and compiles it again for another plan. Under torch.autocast q, k and
+    v are cast as by attention.
 
     Raises:
         TypeError, ValueError: see block_sparse_attention; or L is not that of the plan.
@@ -168,6 +170,7 @@ def context_parallel_attention(
                 f"{OP}: {name} must be (B, H, {plan.local_length}, D), the shard of this process; got {got}; "
                 "plan.shard(x, dim=2) makes it"
             )
+    q, k, v = autocast(q, k, v)
     if score_mod is not None:
         if _captures_a_leaf(score_mod, q.device):
             raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from attention import block_sparse_attention, patterns
-from attention.distributed import context_parallel_attention, plan_context_parallel
+from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
 CU = (0, 70, 300, 301, 640, 880)
@@ -138,6 +140,56 @@ def checkpointing_and_compile(device):
             assert torch.equal(a, b)
 
 
+class Inner(torch.nn.Module):
+    def forward(self, q, k, v, *, scale=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=True)
+
+
+def parallel_style(device):
+    """A module whose forward is attention, with tensors and DTensors."""
+    *tensors, dout = qkv(device)
+    mesh = mesh_of(device)
+    plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True)
+    model = torch.nn.ModuleDict({"inner_attention": Inner()})
+    parallelize_module(model, mesh, {"inner_attention": ContextParallel(plan, keep_kv=True)})
+    inner = model["inner_attention"]
+    wanted = attend(plan, *tensors, dout, scale=0.1, deterministic=True)
+    for sharded in (False, True):
+        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+        inputs = [DTensor.from_local(t, mesh, [Shard(2)]) for t in leaves] if sharded else leaves
+        out = inner(*inputs, scale=0.1, deterministic=True, is_causal=False, attn_mask=None, dropout_p=0.0)
+        assert isinstance(out, DTensor) == sharded
+        out = out.to_local() if sharded else out
+        for a, b in zip((out, *torch.autograd.grad(out, leaves, plan.shard(dout, 2))), wanted, strict=True):
+            assert torch.equal(a, b)
+    shards = [plan.shard(t, 2) for t in tensors]
+    for name, value in (("is_causal", True), ("attn_mask", plan.mask), ("dropout_p", 0.1)):
+        with pytest.raises(ValueError, match=f"{name} must be None, False or 0"):
+            inner(*shards, **{name: value})
+    replicated = [DTensor.from_local(t, mesh, [Replicate()]) for t in shards]
+    with pytest.raises(ValueError, match=r"must have placements \[Shard\(2\)\]"):
+        inner(*replicated)
+    with pytest.raises(TypeError, match="all tensors or all DTensors"):
+        inner(shards[0], *replicated[1:])
+    with pytest.raises(TypeError, match="plan must be what"):
+        ContextParallel(mesh)
+    other = init_device_mesh(device.type, (1, dist.get_world_size()))
+    with pytest.raises(ValueError, match="must get the mesh of the plan"):
+        parallelize_module(Inner(), other, ContextParallel(plan))
+
+
+def under_autocast(device):
+    *tensors, dout = (t.float() for t in qkv(device))
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    wanted = attend(plan, *(t.bfloat16() for t in tensors), dout.bfloat16(), deterministic=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+        out = context_parallel_attention(*leaves, plan, deterministic=True)
+    found = out, *torch.autograd.grad(out, leaves, plan.shard(dout.bfloat16(), 2))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
 def different_masks_are_refused(device):
     """By all processes."""
     length = 256 if dist.get_rank() else 384
@@ -170,6 +222,8 @@ CHECKS = [
     one_process_and_many,
     score_functions,
     checkpointing_and_compile,
+    parallel_style,
+    under_autocast,
     different_masks_are_refused,
     errors,
 ]

@@ -1,0 +1,91 @@
+"""A parallel style of torch.distributed.tensor.parallel for modules that compute attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .ops import context_parallel_attention
+from .plan import ContextParallelPlan
+
+OP = "ContextParallel"
+PASSED_ON = ("scale", "softcap", "score_mod", "deterministic")
+SHARDED = (Shard(2),)  # the tokens of (B, H, L, D)
+
+
+class ContextParallel(ParallelStyle):
+    """Share the sequence of a module whose forward is attention of (q, k, v), for parallelize_module.
+
+    The module's forward is replaced by context_parallel_attention. Such a module, often named inner_attention, has no
+    parameters, and calls F.scaled_dot_product_attention, flex_attention or attention.attention.
+
+    Its q, k and v are (B, H or Hkv, L, D), the shards of this process as plan.shard makes them: tensors, or DTensors of
+    the mesh with placements [Shard(2)]; the output is then one, too. scale, softcap, score_mod, return_lse and
+    deterministic are passed on. enable_gqa has no effect: k and v may always have fewer heads. Other keyword arguments
+    (is_causal, attn_mask, block_mask, dropout_p) must be None, False or 0: masks are part of the plan.
+
+    Args:
+        plan: see plan_context_parallel; of the mesh that parallelize_module gets.
+        keep_kv, reduce_dtype: see context_parallel_attention.
+
+    parallelize_module raises:
+        ValueError: the mesh is not that of the plan.
+
+    Example::
+
+        plan = plan_context_parallel(mesh=mesh, length=65536, causal=True)
+        parallelize_module(model, mesh, {"layers.*.inner_attention": ContextParallel(plan)})
+    """
+
+    def __init__(
+        self, plan: ContextParallelPlan, *, keep_kv: bool = False, reduce_dtype: torch.dtype = torch.float32
+    ) -> None:
+        if not isinstance(plan, ContextParallelPlan):
+            raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
+        self.plan = plan
+        self.options: dict[str, Any] = {"keep_kv": keep_kv, "reduce_dtype": reduce_dtype}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1 or device_mesh.get_group() != self.plan.group:
+            raise ValueError(f"{OP}: parallelize_module must get the mesh of the plan, got {device_mesh!r}")
+        module.forward = functools.partial(self._forward, device_mesh)
+        return module
+
+    def _forward(self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options):
+        options.pop("enable_gqa", None)
+        for name in options.keys() - set(PASSED_ON):
+            value = options.pop(name)
+            if value is not None and (not isinstance(value, (bool, int, float)) or value):
+                raise ValueError(
+                    f"{OP}: {name} must be None, False or 0, got {value!r}; masks are part of the plan, as in "
+                    "plan_context_parallel(causal=True)"
+                )
+        sharded = isinstance(q, DTensor)
+        q, k, v = (_local(name, t, mesh, sharded) for name, t in (("q", q), ("k", k), ("v", v)))
+        options |= self.options
+        found = context_parallel_attention(q, k, v, self.plan, return_lse=return_lse, **options)
+        if not sharded:
+            return found
+        parts = found if isinstance(found, tuple) else (found,)
+        whole = tuple(DTensor.from_local(part, mesh, SHARDED, run_check=False) for part in parts)
+        return whole if isinstance(found, tuple) else whole[0]
+
+
+def _local(name: str, x: Tensor, mesh: DeviceMesh, sharded: bool) -> Tensor:
+    """This process's shard of a tensor, or of a DTensor if `sharded`."""
+    if isinstance(x, DTensor) != sharded:
+        raise TypeError(f"{OP}: q, k and v must be all tensors or all DTensors, got {name} of {type(x).__name__}")
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != mesh or tuple(x.placements) != SHARDED:
+        raise ValueError(
+            f"{OP}: {name} must have placements [Shard(2)] on the mesh of the plan, got {list(x.placements)} on "
+            f"{x.device_mesh!r}"
+        )
+    return x.to_local()
