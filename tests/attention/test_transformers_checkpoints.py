@@ -159,6 +159,8 @@ def test_what_is_not_supported(dense):
         BlockSparseConfig(density=2.0)
     with pytest.raises(ValueError, match="quant_method must be 'cute_kernels'"):
         BlockSparseConfig(quant_method="other")
+    with pytest.raises(TypeError, match=r"modules must be a list of patterns, got '\*.mlp.\*'"):
+        BlockSparseConfig(modules="*.mlp.*")
     model = load(dense)
     mlp = model.model.layers[0].mlp
     gate_up = GatedBsrLinear.from_linears(mlp.gate_proj, mlp.up_proj, (32, 32), 0.5)

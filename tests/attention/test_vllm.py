@@ -5,6 +5,7 @@ Neither library is installed here. vllm_stand_in.py has the interface of vLLM 0.
 
 import importlib
 import importlib.metadata
+import sys
 import tomllib
 from types import SimpleNamespace
 
@@ -196,6 +197,19 @@ def test_registration(monkeypatch):
     with pytest.warns(UserWarning, match="CUSTOM is another.Backend, not that of cute_kernels; set VLLM_PLUGINS"):
         integration.register()
     assert custom.get_path() == "another.Backend"
+
+
+@pytest.mark.parametrize("lacks", ["module", "member"])
+def test_registration_with_another_vllm(monkeypatch, lacks):
+    """A warning: vLLM runs plugins at each start, and their errors end it."""
+    vllm_stand_in.install(monkeypatch)
+    name = "vllm.v1.attention.backends.registry"
+    if lacks == "module":
+        monkeypatch.setitem(sys.modules, name, None)
+    else:
+        monkeypatch.setattr(sys.modules[name], "AttentionBackendEnum", SimpleNamespace())
+    with pytest.warns(UserWarning, match="no attention backend with this version of vLLM .*it requires"):
+        integration.register()
 
 
 def test_entry_points():

@@ -72,6 +72,8 @@ class BlockSparseConfig(QuantizationConfigMixin):
         if quant_method != METHOD:
             raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
         SparsityConfig((blocksize[0], blocksize[1]), density)  # raises for what is not supported
+        if isinstance(modules, str):  # a sequence of letters, and of "*", which all layers fit
+            raise TypeError(f"modules must be a list of patterns, got {modules!r}; use [{modules!r}]")
         self.quant_method: Any = METHOD
         self.blocksize, self.density = list(blocksize), density
         self.modules, self.float8, self.fuse, self.layers = list(modules), float8, fuse, layers
