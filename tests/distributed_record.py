@@ -7,6 +7,7 @@ status is 0 only if all passed. With --gloo the checks run on the CPU, and no fi
 
 import argparse
 import importlib
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ MODULES = [
     "tests.sparse_collective.expert_checks",
     "tests.sparse_collective.fsdp_checks",
 ]
+if importlib.util.find_spec("transformers"):
+    MODULES.append("tests.attention.transformers_checks")
 
 
 def checks(only: str) -> list[str]:
