@@ -121,7 +121,7 @@ def test_gradients_have_the_strides_that_a_compiler_is_told(form, device):
         q, k, v = of_one_projection(q, k, v)
     mask = crossing(masks()[1].to(device))
     terms = AttentionArgs(q, k, v)._asdict()
-    terms = *(terms[name] for name in BACKWARD_TERMS), None
+    terms = *(terms[name] for name in BACKWARD_TERMS), None, None
     for name, lists in (("attention", ()), ("block_sparse_attention", mask)):
         out, lse = getattr(OPS, name)(q, k, v, *lists, return_lse=True)
         backward = getattr(OPS, f"{name}_backward")
