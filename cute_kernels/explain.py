@@ -31,7 +31,9 @@ def planner_of(op):
         return _PLANNERS[op]
     except (KeyError, TypeError):
         known = ", ".join(sorted(o.__name__ for o in _PLANNERS))
-        raise ValueError(f"cannot explain {getattr(op, '__name__', op)!r}; supported ops are {known}") from None
+        name = getattr(op, "__name__", type(op).__name__ if isinstance(op, torch.nn.Module) else op)
+        hint = "; explain(..., backward=True) supports any module or function" if callable(op) else ""
+        raise ValueError(f"cannot explain {name!r}; supported ops are {known}{hint}") from None
 
 
 def bound_arguments(op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

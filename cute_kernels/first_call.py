@@ -61,6 +61,9 @@ def warm_up(
     computed. A module is copied first, without its tensors: parameters, buffers, gradients, attributes and the states
     of random number generators do not change. Kernels that are in memory, in a bundle or on disk are not compiled.
 
+    Calls with gradients may need other kernels, as attention does, which then also stores the LSE. So call warm_up
+    inside torch.no_grad() or torch.inference_mode() for a model that will run inside one of them.
+
     Args:
         model: a torch.nn.Module or a function. Tensors that a function captures and their gradients do not change, but
             what it assigns to attributes and other Python variables stays: do not call an optimizer's step().
@@ -85,7 +88,9 @@ def warm_up(
 
     Example:
         x = torch.empty(8, 1024, 4096, dtype=torch.bfloat16, device="cuda")
-        print(warm_up(model, (x,), (x[:, :1],), backward=True))
+        print(warm_up(model, (x,), backward=True))  # for training
+        with torch.no_grad():
+            print(warm_up(model, (x,), (x[:, :1],)))  # for inference
     """
     start = time.perf_counter()
     if not calls:

@@ -78,6 +78,23 @@ def test_same_kernels_as_eager_calls(name, monkeypatch):
     assert set(found.kernels) == set(eager), (set(found.kernels) - set(eager), set(eager) - set(found.kernels))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, monkeypatch):
+    """The kernels of inference: attention stores no LSE."""
+    monkeypatch.setattr("cute_kernels.first_call._compile", lambda *_: None)
+    x = normal(256, K).requires_grad_()
+
+    def call(x):
+        return attention(tokens(x), tokens(x), tokens(x))
+
+    with mode():
+        with assume("sm_90"), collecting() as eager:
+            call(x)
+        found = warm_up(call, x, arch="sm_90").kernels
+    assert set(found) == set(eager)
+    assert not {*found} & {*warm_up(call, x, arch="sm_90").kernels}
+
+
 class Stateful(nn.Module):
     def __init__(self):
         super().__init__()

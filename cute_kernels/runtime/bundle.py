@@ -86,7 +86,10 @@ def installed_bundles() -> dict[str, Path]:
     """The bundles that installed distributions contain: name and version of the distribution -> folder."""
     found = {}
     for point in importlib.metadata.entry_points(group=GROUP):
-        package, distribution = importlib.util.find_spec(point.value), point.dist
+        try:
+            package, distribution = importlib.util.find_spec(point.value), point.dist
+        except (ImportError, ValueError):  # a name that nobody has: its distribution is damaged
+            continue
         name = point.name if distribution is None else f"{distribution.name} {distribution.version}"
         if package is not None and package.submodule_search_locations:
             found[name] = Path(package.submodule_search_locations[0])

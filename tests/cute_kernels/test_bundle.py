@@ -3,6 +3,7 @@
 Compiled objects are loaded only from folders that no other user can write.
 """
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.__main__ import main
+from cute_kernels.runtime import bundle as bundle_module
 from cute_kernels.runtime import keys
 from cute_kernels.runtime.bundle import Bundle, BundleError
 from cute_kernels.runtime.cache import KernelCache, UntrustedFolder, write_bundle
@@ -128,6 +130,13 @@ def test_an_installed_wheel_that_does_not_fit_is_named_in_one_warning(installed,
         assert is_function(cache.get(facts, build(facts)))
     assert len(build.built) == 2 and caplog.text.count("cute-kernels-prebuilt 0.1.0 are not used") == 1
     assert reason in caplog.text
+
+
+def test_damaged_entry_points_are_passed_over(monkeypatch):
+    values = "no_such_package.bundle", "no_such_package", "no such name", ""
+    points = [importlib.metadata.EntryPoint("prebuilt", value, bundle_module.GROUP) for value in values]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    assert bundle_module.installed_bundles() == {}
 
 
 def test_only_a_bundle_becomes_a_wheel(tmp_path, capsys):
