@@ -23,6 +23,7 @@ from ..nn.module import BsrModule
 from ..nn.parametrized import check_not_computed
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
+from .exchange import index_of
 from .overlap import GatherLinear, LinearScatter, gathered_linear
 from .partition import Partition
 from .place import (
@@ -215,6 +216,7 @@ def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: An
     place = Placed(
         dim, mesh, side, tuple(map(tuple, blocks)), partition.contiguous and partition.even, inputs,
         tuple(style.output_layouts), style.use_local_output, style.overlap,
+        tuple(index_of(own, layer.col_indices.device) for own in blocks),
     )  # fmt: skip
     indices = indices_of(layer.pattern, place)
     values = padded(layer.values.detach(), -3, [positions for _, _, positions in indices])

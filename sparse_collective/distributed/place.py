@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Placed:
     inputs, outputs: placements of x and of the result.
     use_local_output: True if forward returns a torch.Tensor instead of a DTensor.
     overlap: True if communication runs during the GEMM, a chunk of tokens for each rank.
+    indices: for each rank, index_of its blocks.
     """
 
     dim: int
@@ -52,6 +53,7 @@ class Placed:
     outputs: tuple[Any, ...]
     use_local_output: bool
     overlap: bool
+    indices: tuple[Tensor | None, ...] = field(compare=False, repr=False)
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -118,10 +120,13 @@ def row_input(x: Any, place: Placed) -> Tensor:
     if wanted.is_replicate():
         from torch.distributed.tensor import Partial
 
-        return columns_of(as_placed(x, place).to_local(grad_placements=(Partial(),)), place.own, place.side)
-    tokens = x.shape[wanted.dim] if is_dtensor(x) else place.mesh.size() * x.shape[wanted.dim]
+        whole = as_placed(x, place).to_local(grad_placements=(Partial(),))
+        return columns_of(whole, place.own, place.indices[place.mesh.get_local_rank()], place.side)
+    dim = wanted.dim % x.dim()
+    tokens = x.shape[dim] if is_dtensor(x) else place.mesh.size() * x.shape[dim]
     x = x.to_local() if is_dtensor(x) else x
-    return gather_columns(x, wanted.dim, bounds(tokens, place.mesh.size()), place.blocks, place.side, place.mesh)
+    cuts = bounds(tokens, place.mesh.size())
+    return gather_columns(x, dim, cuts, place.blocks, place.indices, place.side, place.mesh)
 
 
 def features(placement: Any, last: int) -> bool:

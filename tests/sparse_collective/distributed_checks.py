@@ -199,8 +199,8 @@ def inputs_of_a_row(device):
     row = parallelize_module(copy.deepcopy(alone), mesh, BsrRowwiseParallel(input_layouts=Replicate()))
     assert sum(map(len, row.place.blocks)) <= 6
     compare(row, alone, [x])
-    for dim in (0, 1):
-        style = BsrRowwiseParallel(input_layouts=Shard(dim), output_layouts=Shard(dim))
+    for dim, layout in ((0, Shard(0)), (1, Shard(1)), (1, Shard(-2))):
+        style = BsrRowwiseParallel(input_layouts=layout, output_layouts=Shard(dim))
         row = parallelize_module(copy.deepcopy(alone), mesh, style)
         alone.zero_grad()
 
