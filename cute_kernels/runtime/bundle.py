@@ -88,7 +88,7 @@ def installed_bundles() -> dict[str, Path]:
     for point in importlib.metadata.entry_points(group=GROUP):
         try:
             package, distribution = importlib.util.find_spec(point.value), point.dist
-        except (ImportError, ValueError):  # a name that nobody has: its distribution is damaged
+        except (ImportError, ValueError):  # no such package: the distribution is damaged
             continue
         name = point.name if distribution is None else f"{distribution.name} {distribution.version}"
         if package is not None and package.submodule_search_locations:
