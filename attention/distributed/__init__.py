@@ -1,11 +1,12 @@
 """Context parallelism: attention whose q, k and v are sharded over the sequence, one shard for each process.
 
-    plan = plan_context_parallel(patterns.causal((S, S)), mesh)      # once per mask
-    q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))              # or tokens: plan.shard(ids, dim=-1)
+    plan = plan_context_parallel(patterns.causal((S, S), device="cuda"), mesh)  # once per mask
+    q, k, v = (plan.shard(t, dim=2) for t in (q, k, v))                         # or tokens: plan.shard(ids, dim=-1)
     out = context_parallel_attention(q, k, v, plan)
 
-deal.py decides which process has which tokens, plan.py which keys and values move where, exchange.py moves them, and
-ops.py is the attention, with its gradients. styles.py has the parallel style for parallelize_module.
+deal.py decides which process has which tokens, plan.py which keys and values move where, check.py compares the
+processes' masks, exchange.py moves keys and values, and ops.py is the attention, with its gradients. styles.py has the
+parallel style for parallelize_module.
 """
 
 from .ops import context_parallel_attention

@@ -141,8 +141,8 @@ def context_parallel_attention(
         plan: see plan_context_parallel. Masks are part of it: causal, windows, packed sequences.
         softcap, scale, return_lse, deterministic: see attention.
         score_mod: see attention; it gets positions in the whole sequence. Tensors that it captures get no gradients.
-        reduce_dtype: dtype in which the processes' parts of the gradients of k and v move; they are added in float32.
-            q's dtype moves half the bytes, and rounds each part.
+        reduce_dtype: dtype in which the processes' parts of the gradients of k and v move: torch.float32, or q's dtype,
+            which moves half the bytes and rounds each part. The parts are added in float32.
         keep_kv: True to keep the keys and values of other processes for backward, False to move them again.
 
     Returns:
@@ -171,6 +171,8 @@ def context_parallel_attention(
                 "plan.shard(x, dim=2) makes it"
             )
     q, k, v = autocast(q, k, v)
+    if reduce_dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"{OP}: reduce_dtype must be torch.float32 or q's dtype, {q.dtype}, got {reduce_dtype!r}")
     if score_mod is not None:
         if _captures_a_leaf(score_mod, q.device):
             raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")

@@ -11,7 +11,6 @@ The buffer holds whole tiles. The mask of a process has the blocks of its query 
 and those of the buffer as columns; its mask_mod gets positions in the whole sequence (AtPositions).
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from ..masks import cache, patterns
 from ..masks.block_mask import BlockMask
 from ..masks.mask_mods import AtPositions, Band
 from . import deal as dealing
+from .check import check_equal
 
 OP = "plan_context_parallel"
 
@@ -136,14 +136,15 @@ def plan_context_parallel(
         cu_seqlens: (B + 1,) int32, for packed sequences: tokens attend to their own sequence only.
         deal: which tokens each process has: "contiguous", "head_tail" or "longest_first", see deal.py; or "auto", the
             one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
-        check: True to compare the processes' masks, by a hash of the lists, which all of them exchange once. Functions
-            are compared by name, and the tensors they capture not at all.
-        device: that of the plan if neither mask nor cu_seqlens is given; by default the mesh's.
+        check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
+            masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
+        device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
-    Synchronizes once, to read how many tiles move (and which deal is best).
+    Synchronizes, to read which tiles move, with deal="auto" which deal is best, and with `check` the hashes.
 
     Raises:
-        TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys.
+        TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
+            on a device of the mesh.
         RuntimeError: the processes' masks differ.
 
     Example:
@@ -158,17 +159,24 @@ def plan_context_parallel(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise TypeError(f"{OP}: mesh must be a DeviceMesh of one dimension, such as mesh['cp'], got {mesh!r}")
     group = mesh.get_group()
+    if device is not None and (mask is not None or cu_seqlens is not None):
+        raise TypeError(f"{OP}: device is for a plan without mask and cu_seqlens, got {device!r}; the plan has theirs")
     if mask is None:
-        device = mesh.device_type if device is None else device
-        mask = _mask_of(length, causal, window_size, cu_seqlens, device)
+        mask = _mask_of(length, causal, window_size, cu_seqlens, mesh.device_type if device is None else device)
     elif length is not None or causal or window_size is not None or cu_seqlens is not None:
         raise TypeError(
             f"{OP}: pass a mask, or length with causal, window_size and cu_seqlens; for both intersect two masks with &"
         )
     mask = _block_mask(mask)
+    if mask.device.type != mesh.device_type:
+        raise ValueError(
+            f"{OP}: the mask must be on a device of the mesh, {mesh.device_type}, got {mask.device}; "
+            f"call mask.to({mesh.device_type!r})"
+        )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if check:
-        _check_equal(mask, deal.deal if isinstance(deal, ContextParallelPlan) else deal, group)
+        dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
+        check_equal(OP, mask, dealt, group)
     return _planned(mask, size, deal, (rank,), group)[0]
 
 
@@ -280,23 +288,3 @@ def _block_mask(mask) -> BlockMask:
     if not isinstance(mask, BlockMask):
         raise TypeError(f"{OP}: mask must be a BlockMask or FlexAttention's, got {type(mask).__name__}")
     return mask
-
-
-def _check_equal(mask: BlockMask, deal: str, group) -> None:
-    """Raise a RuntimeError on all processes if their masks differ."""
-    import torch.distributed as dist
-
-    name = getattr(mask.mask_mod, "__qualname__", type(mask.mask_mod).__qualname__)
-    facts = repr((mask.lengths, mask.blocksize, mask.batch, mask.heads, deal, name)).encode()
-    digest = hashlib.sha256(facts)
-    for table in mask.tables():
-        digest.update(table.cpu().numpy().tobytes())
-    mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64)
-    mine = mine.to(mask.device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    values = torch.cat(found).tolist()
-    if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-        raise RuntimeError(
-            f"{OP}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
-        )

@@ -200,6 +200,11 @@ def different_masks_are_refused(device):
     blocks[-1, 0] ^= dist.get_rank() == 1
     with pytest.raises(RuntimeError, match="differ from that of process 0"):
         plan_context_parallel(patterns.BlockMask.from_blocks(blocks, lengths=(LENGTH, LENGTH)), mesh_of(device))
+    last = 639 if dist.get_rank() else 640  # within the same blocks
+    cu = torch.tensor([0, last, LENGTH], dtype=torch.int32, device=device)
+    for other in ({"window_size": (last, 0)}, {"cu_seqlens": cu}):
+        with pytest.raises(RuntimeError, match="differ from that of process 0"):
+            plan_context_parallel(mesh=mesh_of(device), length=LENGTH, **other)
 
 
 def errors(device):
@@ -210,8 +215,14 @@ def errors(device):
         plan_context_parallel(mesh=mesh, causal=True)
     with pytest.raises(TypeError, match="pass a mask, or length"):
         plan_context_parallel(patterns.causal((256, 256), device=device), mesh, causal=True)
+    with pytest.raises(TypeError, match="device is for a plan without mask and cu_seqlens"):
+        plan_context_parallel(patterns.causal((256, 256), device=device), mesh, device=device)
+    with pytest.raises(ValueError, match="the mask must be on a device of the mesh"):
+        plan_context_parallel(patterns.causal((256, 256), device="meta"), mesh)
     plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True)
     *tensors, _ = qkv(device)
+    with pytest.raises(TypeError, match="reduce_dtype must be torch.float32 or q's dtype"):
+        context_parallel_attention(*(plan.shard(t, 2) for t in tensors), plan, reduce_dtype=torch.int32)
     with pytest.raises(ValueError, match="the shard of this process; got"):
         context_parallel_attention(*tensors, plan)
     with pytest.raises(TypeError, match="plan must be what"):
