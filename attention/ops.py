@@ -119,14 +119,12 @@ def attention(
               seqused_k. Unless packed, also scales per 128 tokens, (B, H, blocks); see quantize(per="tokens").
             - FP8 KV cache: k and v float8_e4m3fn or float8_e5m2, q 16-bit; without seqused_k, small Sq only.
         use_fast_accum: for FP8 q, k and v: P is E4M3, and P V accumulates in the tensor cores' accumulators, about 14
-        bits
-            of mantissa, with errors of some percent (docs/howto/attention.md). Not on the CPU.
+            bits of mantissa, with errors of some percent (docs/howto/attention.md). Not on the CPU.
         q_offset, k_offset: positions of the first row of q, and of k and v, as shards of a longer sequence. Query i
-        attends
-            to key j if j + k_offset <= i + q_offset (causal); windows and score_mod use these positions, too. If one is
-            passed, the other is 0; without both, the last query is at the last key. They are arguments of one kernel,
-            so new values compile nothing. Fully masked KV tiles are skipped; fully masked rows get 0 and an lse of
-            -inf. Combine the outputs of shards of k and v with attention.merge. Not with cu_seqlens, seqused_k or
+            attends to key j if j + k_offset <= i + q_offset (causal); windows and score_mod use these positions, too.
+            If one is passed, the other is 0; without both, the last query is at the last key. They are arguments of one
+            kernel, so new values compile nothing. Fully masked KV tiles are skipped; fully masked rows get 0 and an lse
+            of -inf. Combine the outputs of shards of k and v with attention.merge. Not with cu_seqlens, seqused_k or
             page_table.
 
     Returns:

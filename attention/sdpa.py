@@ -42,14 +42,13 @@ def scaled_dot_product_attention(
             float64.
         key, value: (..., Hkv, S, E) and (..., Hkv, S, Ev). Leading dimensions broadcast as in torch.
         attn_mask: at least 2 dimensions that broadcast to (..., H, L, S).
-            bool: True where a score takes part. Fully masked blocks of 128 x 128 are not computed. The list of blocks
-                is
-            built on the GPU, without synchronization, and cached with the tensor until it is written to, so pass the
-            same tensor to all layers.
-            float32, bfloat16 or float16: added to the scaled scores in FP32; may be -inf. It gets a gradient if it
-                requires
-            one. Every score is computed, so for a mask of only 0 and -inf `attn_mask == 0` is faster. float64 with a
-            float64 query, except under torch.compile.
+
+            - bool: True where a score takes part. Fully masked blocks of 128 x 128 are not computed. The list of blocks
+              is built on the GPU, without synchronization, and cached with the tensor until it is written to, so pass
+              the same tensor to all layers.
+            - float32, bfloat16 or float16: added to the scaled scores in FP32; may be -inf. It gets a gradient if it
+              requires one. Every score is computed, so for a mask of only 0 and -inf `attn_mask == 0` is faster.
+              float64 with a float64 query, except under torch.compile.
         dropout_p: must be 0.0; dropout is not supported.
         is_causal: True lets row i attend to columns up to i, counted from the first row and column. (`causal` of
             `attention` is aligned to the last ones, which differs if L and S do.) Not together with attn_mask.

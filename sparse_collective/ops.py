@@ -289,8 +289,7 @@ def bsr_grouped_linear(
     Pass the routing in one of two forms:
 
     - ``offs``: the end of each expert's tokens, as in torch._grouped_mm: offs[e] is the number of tokens of experts 0
-    to
-      e, without a leading zero. Offsets need not be multiples of anything.
+      to e, without a leading zero. Offsets need not be multiples of anything.
       y[i] = epilogue(activation(x[i] @ W[e].T + bias[e])), where e is the number of offsets that are at most i.
     - ``expert_ids``: the expert of each run of group_rows tokens, for tokens that are already padded to whole runs.
       Nothing is copied. y[i] is the same with e = expert_ids[i // group_rows].

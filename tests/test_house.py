@@ -248,15 +248,32 @@ BANNED = re.compile(
 )
 
 
-@pytest.mark.parametrize("folder", (*PACKAGES, "tests"))
-def test_docstrings_begin_with_a_verb_or_a_noun(folder):
+def docstrings(folder: str) -> list[tuple[str, str]]:
+    """(file, docstring)"""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     found = []
     for path in (ROOT / folder).rglob("*.py"):
         nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
-        texts = (ast.get_docstring(node) or "" for node in nodes)
-        found += [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for text in texts if CLAUSE.match(text)]
+        found += [(str(path.relative_to(ROOT)), ast.get_docstring(node) or "") for node in nodes]
+    return found
+
+
+@pytest.mark.parametrize("folder", (*PACKAGES, "tests"))
+def test_docstrings_begin_with_a_verb_or_a_noun(folder):
+    found = [f"{file}: {text.splitlines()[0]}" for file, text in docstrings(folder) if CLAUSE.match(text)]
     assert not found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_paragraphs_of_docstrings_are_filled(package):
+    """No long line is followed by a single word and more text: the word belongs to the next line."""
+    torn = []
+    for file, text in docstrings(package):
+        lines = text.splitlines()
+        for line, word, after in zip(lines, lines[1:], lines[2:], strict=False):
+            if len(line) > 90 and re.fullmatch(" *[a-z]+", word) and after.strip():
+                torn.append(f"{file}: {word.strip()} {after.strip()}")
+    assert not torn
 
 
 @pytest.mark.parametrize("folder", (*PACKAGES, "tests"))
