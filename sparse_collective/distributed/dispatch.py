@@ -41,7 +41,7 @@ class Routing:
 
     def __init__(self, choices: Tensor, experts: int, mesh: Any, own_last: bool = False) -> None:
         """own_last: sort rows for this rank's experts behind the others."""
-        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
+        self.group, self.rank, self.experts = mesh.get_group(), mesh.get_local_rank(), experts
         ranks, each, keys = mesh.size(), experts // mesh.size(), choices.flatten()
         begin, end = self.rank * each, (self.rank + 1) * each
         numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
@@ -61,10 +61,20 @@ class Routing:
             self._copied.record()
 
     def rows(self) -> list[list[int]]:
-        """Numbers of rows from each rank to each. Synchronizes."""
+        """Numbers of rows from each rank to each. Synchronizes.
+
+        Raises:
+            ValueError: a choice is not an expert.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        return self._rows.tolist()
+        rows = self._rows.tolist()
+        if (known := sum(rows[self.rank])) != len(self.order):
+            raise ValueError(
+                f"choices must be in [0, {self.experts}), the experts of all ranks; {len(self.order) - known} of "
+                f"{len(self.order)} are not"
+            )
+        return rows
 
 
 def layout(counts: Tensor, total: int, group_rows: int) -> Padding:

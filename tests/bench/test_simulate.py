@@ -26,3 +26,6 @@ def test_a_file_of_rows(tmp_path, capsys):
     assert first["measured"] == [0.95, 0.96] and first["moved_mb"] == pytest.approx(201.3, abs=0.1)
     assert second["ranks"] == 64 and second["length"] == 64 * simulate.TOKENS and second["deal"] == "head_tail"
     assert "causal" in capsys.readouterr().out
+    (tmp_path / "distributed.json").write_text(json.dumps({"rows": [{"name": "TP", "ranks": 4}]}))
+    assert simulate.simulate(tmp_path / "distributed.json", [64]) == []
+    assert "no rows of context-parallel attention" in capsys.readouterr().out

@@ -127,6 +127,9 @@ def experts_of_transformers(device):
         "gelu", 64,
     )  # fmt: skip
     model = parallelized(alone, mesh)
+    absent = torch.tensor([[0, EXPERTS], [1, -1]], device=device)
+    raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
+           normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
     counts = counts_of(120)
     x = normal(sum(counts), DIM, device=device)
     index, weights = torch.randn(len(x), EXPERTS).topk(2, -1).indices.to(device), normal(len(x), 2, device=device)
