@@ -47,7 +47,8 @@ def activate() -> None:
 
     Head dimensions without a kernel (other than 64, 96, 128, 192 and 256) are padded with zeros in each call.
 
-    Two settings of the process change. torch.nn.attention.restore_flash_attention_impl() restores both.
+    Two settings of the process change. torch.nn.attention.restore_flash_attention_impl() restores both. Do not call
+    activate inside torch.nn.attention.sdpa_kernel, which enables cuDNN attention again at its end.
 
     - The implementation "cute_kernels" is registered with torch and activated, in place of an earlier one.
     - cuDNN attention is disabled (torch.backends.cuda.enable_cudnn_sdp), which torch prefers to flash attention on
@@ -90,7 +91,8 @@ class Registration:
     def remove(self) -> None:
         if self.library is not None:
             self.library = None  # its finalizer removes the kernels
-            torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
+            if not torch.backends.cuda.cudnn_sdp_enabled():  # otherwise the program has enabled it since
+                torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
 # ---------------------------------------------------------------------- the operators

@@ -190,6 +190,20 @@ def test_registration_can_be_activated_and_restored():
     assert "cute_kernels" in torch.nn.attention.list_flash_attention_impls()
 
 
+def test_a_setting_that_the_program_changed_stays(monkeypatch):
+    """As sdpa_kernel does, which restores its settings while the kernels are active."""
+    monkeypatch.setattr(integration, "KERNELS", {})
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            integration.activate()
+        torch.nn.attention.restore_flash_attention_impl()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def has_kernels() -> list[bool]:
     names = (name for name in integration.KERNELS if hasattr(aten, name))
     return [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA") for name in names]

@@ -176,3 +176,5 @@ def test_what_is_not_supported(dense):
         prepare_saving(model)
     with pytest.raises(ValueError, match="accepts no layer|no nn.Linear|filter"):
         load(dense, quantization_config=BlockSparseConfig((32, 32), 0.5, modules=["*.nothing"]))
+    with pytest.raises(ValueError, match="replaces no layer of this model:(.|\n)*no multiple of 96"):
+        load(dense, quantization_config=BlockSparseConfig((96, 96), 0.5))

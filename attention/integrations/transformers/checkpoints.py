@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparse_collective.nn import (
@@ -33,6 +34,7 @@ from sparse_collective.nn import (
 from sparse_collective.nn.inference import InferenceLinear
 from sparse_collective.nn.module import BsrModule
 
+LOG = logging.get_logger(__name__)
 METHOD = "cute_kernels"
 KINDS = ("BsrLinear", "Float8BsrLinear")
 PARTS = ("gate_up", "down")
@@ -56,7 +58,8 @@ class BlockSparseConfig(QuantizationConfigMixin):
             no meaning, and are not saved.
 
     Raises:
-        ValueError, TypeError: as SparsityConfig does.
+        ValueError, TypeError: as SparsityConfig does. from_pretrained raises ValueError if no layer is replaced, and
+            warns of each layer that is skipped, with the reason.
     """
 
     def __init__(
@@ -211,12 +214,16 @@ class BlockSparseQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
         if config.layers is None:
-            sparsify_(
+            report = sparsify_(
                 model,
                 SparsityConfig((config.blocksize[0], config.blocksize[1]), config.density),
                 lambda module, name: config.fits(name),
                 fuse=config.fuse,
             )
+            if not report.changed:
+                raise ValueError(f"BlockSparseConfig replaces no layer of this model:\n{report}")
+            for change in report.skipped:
+                LOG.warning("BlockSparseConfig leaves %s as it is: %s", change.name, change.skipped)
             if config.float8:
                 quantize_(model, Float8Config())
             config.layers = layers_of(model)
