@@ -132,7 +132,12 @@ class TensorParallel(PlacedState):
         if bias is None and self.activation is None:
             return whole.to_local() if place.use_local_output else whole
         z = self.sum_after(whole.to_local())
-        return z if place.use_local_output else DTensor.from_local(z, place.mesh, place.outputs, run_check=False)
+        if place.use_local_output:
+            return z
+        # Ranks may hold different numbers of tokens, so the shape cannot be inferred from this rank's.
+        return DTensor.from_local(
+            z, place.mesh, place.outputs, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     def sum_after(self, z: Tensor) -> Tensor:
         """Bias and activation of the sum of all ranks."""

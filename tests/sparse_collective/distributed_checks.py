@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective import bsr_linear, random_bsr
@@ -209,6 +209,9 @@ def inputs_of_a_row(device):
 
         compare(row, alone, [x], part=part, out=part)
         values_agree(row, alone)
+    style = BsrRowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0), use_local_output=False)
+    row = parallelize_module(copy.deepcopy(alone), mesh, style)
+    near(row(distribute_tensor(x[:5], mesh, [Shard(0)])).full_tensor(), alone(x[:5]))  # 5 tokens: ranks differ
 
 
 def gated(device):
