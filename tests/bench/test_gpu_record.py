@@ -157,3 +157,27 @@ def test_the_cases_are_right(monkeypatch, capsys):
     assert len(lines) == 2 * len(sanitize_cases.CASES) + len(sanitize_cases.ODD) + len(sanitize_cases.HOPPER)
     assert all(line.endswith(": right") for line in lines)
     assert sanitize_cases.main(["dense raged"]) == 2
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_gemm" name="test_one"/>
+<testcase classname="tests.test_gemm" name="test_two">
+<failure message="largest error 3&#10;first at (1, 2)">...</failure></testcase>
+<testcase classname="tests.test_gemm" name="test_three"><skipped message="no"/></testcase>
+<testcase classname="tests.test_gemm" name="test_four"><error message="fixture">...</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_errors_of_fixtures_are_failures(tmp_path):
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = gpu_record.read_report(tmp_path / "report.xml")
+    failures = {failure["name"]: failure["message"] for failure in found.pop("failures")}
+    assert failures == {"tests.test_gemm::test_two": "largest error 3", "tests.test_gemm::test_four": "fixture"}
+    assert found == {"passed": 1, "failed": 2, "skipped": 1}
+
+
+def test_a_missing_sanitizer_is_a_failure(monkeypatch):
+    monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
+    monkeypatch.setattr(gpu_record, "run", lambda *args, **options: (0, "sm_80 x: right\n"))
+    verdicts = gpu_record.sanitize(10)
+    assert verdicts["bare"]["ok"] and not verdicts["memcheck"]["ok"]
