@@ -150,13 +150,15 @@ def check_same(op: str, what: str, number: int, mesh: Any, advice: str, dims: Se
 
     Args:
         op, what, advice: for the message.
+        number: not negative.
         dims: mesh dimensions; None: all.
 
     Raises:
-        RuntimeError: on every rank that sees another number.
+        RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
     """
     import torch.distributed as dist
 
+    error = ""
     for dim in range(mesh.ndim) if dims is None else dims:
         group = mesh.get_group(dim)
         mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_type)
@@ -166,7 +168,10 @@ def check_same(op: str, what: str, number: int, mesh: Any, advice: str, dims: Se
         if len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(group)
             alike = [ranks[i] for i, n in enumerate(numbers) if n == numbers[0]]
-            raise RuntimeError(
+            error = error or (
                 f"{op}: {what} differs between ranks: ranks {alike} agree, ranks "
                 f"{[rank for rank in ranks if rank not in alike]} do not; {advice}"
             )
+            number = -1  # tells the ranks along the next dimension
+    if error:
+        raise RuntimeError(error)

@@ -70,6 +70,16 @@ def distributed_matrix_of_other_patterns(device):
     raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh_of(device), [Shard(0)])
 
 
+def difference_in_a_mesh(device):
+    """All ranks of a mesh of two dimensions learn that one has another number."""
+    from sparse_collective.nn.shards import check_same
+
+    last, mesh = dist.get_world_size() - 1, mesh_of(device, 2, dist.get_world_size() // 2)
+    check_same("op", "the pattern", 7, mesh, "advice")
+    number = 8 if dist.get_rank() == last else 7
+    raises(RuntimeError, "the pattern differs between ranks", check_same, "op", "the pattern", number, mesh, "advice")
+
+
 def raises(kind, text, function, *args, **options):
     try:
         function(*args, **options)
@@ -402,6 +412,7 @@ def death_of_one_rank(device):
 CHECKS = [
     distributed_matrix,
     distributed_matrix_of_other_patterns,
+    difference_in_a_mesh,
     column_then_row,
     sequence_parallel,
     overlapped,
