@@ -1,0 +1,137 @@
+"""torch.distributed: FSDP2's parameters, and collectives beside GEMMs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
+    """Let FSDP2 know that a sharded parameter has another size in dimension 0; nothing if FSDP2 does not manage it.
+
+    Args:
+        parameter: a DTensor whose local tensor is the beginning of `room`.
+        room: as many entries as the largest shard has.
+    """
+    states = sys.modules.get("torch.distributed._composable_state")
+    for reference in list(getattr(states, "_module_state_mapping", {}).values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for managed in getattr(group, "fsdp_params", ()):
+                if managed.sharded_param is parameter:
+                    _resize_managed(managed, parameter, room)
+                    return
+
+
+def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:
+    """Set all that an FSDPParam derives from the size of its parameter, which is sharded at present."""
+    local = parameter._local_tensor
+    managed._orig_size, managed.sharded_size = parameter.size(), local.size()
+    managed._contiguous_orig_stride, managed.contiguous_sharded_stride = parameter.stride(), local.stride()
+    managed.padded_sharded_param_size, managed._sharded_param_data = room.size(), room.view(-1)
+    managed._sharding_spec = parameter._spec
+    if managed.post_forward_mesh_info is not None:
+        managed._init_sharded_post_forward_param_metadata(torch.empty(parameter.shape, device="meta"))
+    managed.all_gather_outputs = []
+    if hasattr(managed, "_unsharded_param"):
+        del managed._unsharded_param
+
+
+def all_gather_single(out: Tensor, x: Tensor, group: Any) -> None:
+    """torch.distributed.all_gather_single, which is all_gather_into_tensor in torch before 2.13."""
+    import torch.distributed as dist
+
+    found: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    found(out, x, group=group)
+
+
+def reduce_scatter_single(out: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:
+    """torch.distributed.reduce_scatter_single, which is reduce_scatter_tensor in torch before 2.13."""
+    import torch.distributed as dist
+
+    found: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return found(out, x, group=group, async_op=async_op)
+
+
+def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
+    """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
+
+    On CUDA parts are copied through symmetric memory, and each is consumed on one of two streams as it arrives.
+    """
+    import torch.distributed as dist
+
+    if x.is_cuda:
+        from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume as pipelined
+
+        pipelined([x], lambda parts, rank: consume(parts[0], rank), [gathered], group.group_name)
+        return
+    all_gather_single(gathered, x, group)
+    for rank, part in enumerate(gathered.chunk(dist.get_world_size(group))):
+        consume(part, rank)
+
+
+def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor, group: Any) -> Tensor:
+    """Sum over ranks of their summands of this rank's rows; produce(rank, out) computes those for another rank.
+
+    Args:
+        summands: (ranks * t, ...), overwritten.
+
+    Returns:
+        (t, ...). On CUDA each rank's summand is sent through symmetric memory while the next one is computed.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    if summands.is_cuda:
+        from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as pipelined
+
+        pipelined(produce, summands, group.group_name)
+        return summands.unflatten(0, (ranks, -1)).sum(0)
+    for rank, part in enumerate(summands.chunk(ranks)):
+        produce(rank, part)
+    total = torch.empty_like(summands[: len(summands) // ranks])
+    reduce_scatter_single(total, summands, group)
+    return total
+
+
+BARRIER_MS = 600_000  # after which a rank that waits for one that has died ends with an error, as NCCL does
+
+
+def pull_rows(x: Tensor, parts: list[Tensor], begins: list[int], room: int, group: Any) -> Callable[[], None]:
+    """Start to copy rows of other ranks' x through symmetric memory of CUDA GPUs, by copy engines on a second stream.
+
+    Args:
+        x: (n, N) contiguous, the rows that this rank offers.
+        parts: for each rank, the rows (m, N) to fill with that rank's rows begins[rank] and on; its own: empty.
+        room: the largest n of all ranks, the same on each.
+
+    Returns:
+        A function after which the current stream has all parts. Call it before the next pull of the group.
+    """
+    from torch.distributed._symmetric_memory import _get_backend_stream, get_symm_mem_workspace
+
+    width, current = x.shape[1], torch.cuda.current_stream()
+    size = room * width * x.element_size()
+    memory = get_symm_mem_workspace(group.group_name, min_size=1 << size.bit_length())  # grows rarely
+    memory.barrier(0, BARRIER_MS)  # all ranks have read what was in it
+    if len(x):
+        memory.get_buffer(memory.rank, x.shape, x.dtype).copy_(x)
+    memory.barrier(1, BARRIER_MS)
+    stream = _get_backend_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for step in range(1, memory.world_size):
+            rank = (memory.rank + step) % memory.world_size
+            if len(part := parts[rank]):
+                part.copy_(memory.get_buffer(rank, part.shape, x.dtype, begins[rank] * width))
+    return lambda: torch.cuda.current_stream().wait_stream(stream)
