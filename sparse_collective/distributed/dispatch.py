@@ -45,8 +45,10 @@ class Routing:
         ranks, each, keys = mesh.size(), experts // mesh.size(), choices.flatten()
         begin, end = self.rank * each, (self.rank + 1) * each
         numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
-        if own_last:
-            keys, numbers = (torch.where((t >= begin) & (t < end), t + experts, t) for t in (keys, numbers))
+        if own_last:  # other experts become negative; what is no expert stays so, and is counted with none
+            keys, numbers = (
+                torch.where((t < begin) | ((t >= end) & (t < experts)), t - experts, t) for t in (keys, numbers)
+            )
         self.order = keys.argsort(stable=True)
         self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
         keys = keys[self.order]

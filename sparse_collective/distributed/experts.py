@@ -18,11 +18,10 @@ from cute_kernels.runtime.torch_compat import is_dtensor
 from ..nn.experts import BsrExperts
 from ..nn.feed_forward import BsrMixtureOfExperts
 from ..nn.grouped import BsrGroupedLinear
-from ..nn.parametrized import check_not_computed
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear
 from .dispatch import routed_over_ranks
-from .place import own_part, padded
+from .place import check_whole, own_part, padded
 from .state import PlacedState
 from .styles import check_mesh
 
@@ -196,11 +195,7 @@ def check_layer(style: str, layer: Any, mesh: Any) -> None:
     """
     if type(layer) is not BsrGroupedLinear:
         raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
-    check_not_computed(style, layer)
-    if is_dtensor(layer.values):
-        raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
-    if layer.crow_indices.is_meta:
-        raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
+    check_whole(style, layer)
     if layer.items is None or layer.items % mesh.size():
         raise ValueError(f"{style}: {layer.items} experts are not a multiple of {mesh.size()} ranks")
     check_same(

@@ -20,7 +20,6 @@ from ..nn.gated import GatedBsrLinear, gated_linear
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.linear import BsrLinear
 from ..nn.module import BsrModule
-from ..nn.parametrized import check_not_computed
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
 from .exchange import index_of
@@ -30,6 +29,7 @@ from .place import (
     Placed,
     SumGradient,
     as_placed,
+    check_whole,
     column_output,
     features_of,
     indices_of,
@@ -255,11 +255,7 @@ def check_layer(style: str, layer: Any, dim: int, partition: Partition) -> None:
     if type(layer) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
         raise TypeError(f"{style} takes {known}; got {type(layer).__name__}")
-    check_not_computed(style, layer)
-    if is_dtensor(layer.values):
-        raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
-    if layer.crow_indices.is_meta:
-        raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
+    check_whole(style, layer)
     if dim and getattr(layer, "gated", False):
         raise ValueError(f"{style}: the gate of a GatedBsrLinear applies to whole rows; use BsrColwiseParallel")
     extent = layer.in_features if dim else layer.out_features

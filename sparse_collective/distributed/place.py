@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels.runtime.torch_compat import is_dtensor
 
+from ..nn.parametrized import check_not_computed
 from ..nn.shards import bounds
 from ..pattern import Pattern
 from ..splits import submatrix_index
@@ -19,6 +20,7 @@ __all__ = [
     "Placed",
     "SumGradient",
     "as_placed",
+    "check_whole",
     "column_output",
     "features_of",
     "indices_of",
@@ -27,6 +29,20 @@ __all__ = [
     "replicate",
     "row_input",
 ]
+
+
+def check_whole(style: str, layer: Any) -> None:
+    """Reject a layer of which this rank does not hold all values as a parameter.
+
+    Raises:
+        TypeError: its values are computed of another parameter, or it is sharded.
+        ValueError: it is on the meta device.
+    """
+    check_not_computed(style, layer)
+    if is_dtensor(layer.values):
+        raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
+    if layer.crow_indices.is_meta:
+        raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,12 @@ def experts_of_transformers(device):
         BsrGroupedLinear(EXPERTS, 96, DIM, True, (32, 32), one_pattern=False, mask=masks[1], **more),
         "gelu", 64,
     )  # fmt: skip
-    model = parallelized(alone, mesh)
-    absent = torch.tensor([[0, EXPERTS], [1, -1]], device=device)
-    raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
-           normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
+    own = mesh.get_local_rank() * EXPERTS // mesh.size()
+    absent = torch.tensor([[0, EXPERTS + own], [1, -1]], device=device)
+    for overlap in (True, False):
+        model = parallelized(alone, mesh, overlap=overlap)
+        raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
+               normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
     counts = counts_of(120)
     x = normal(sum(counts), DIM, device=device)
     index, weights = torch.randn(len(x), EXPERTS).topk(2, -1).indices.to(device), normal(len(x), 2, device=device)
