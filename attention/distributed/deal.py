@@ -54,9 +54,8 @@ def needed(listed: Tensor, tiles: Tensor) -> Tensor:
 
 def cost(work: Tensor, listed: Tensor, tiles: Tensor) -> Tensor:
     """Time of the slowest process, in blocks of a head, float32 ()."""
-    size = len(tiles)
     blocks = torch.nn.functional.pad(work, (0, tiles.numel() - len(work)))[tiles].sum(1)
     need = needed(listed, tiles)
     own = need.gather(1, tiles).sum(1)
     moved = need.sum(1) - own
-    return (blocks + BLOCKS_PER_TILE * moved).max().float() if size > 1 else blocks.sum().float()
+    return (blocks + BLOCKS_PER_TILE * moved).max().float()

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.runtime.transforms import differentiable_once
 
+from ..masks.mask_mods import position_in
 from ..masks.score_mod import WHAT, bound
 from ..operands import autocast
 from ..ops import block_sparse_attention
@@ -34,8 +35,7 @@ class ScoreAtPositions:
     length: int
 
     def __call__(self, score, b, h, q, kv):
-        q = self.q_tiles[q // self.tile] * self.tile + q % self.tile
-        kv = self.k_tiles[kv // self.tile] * self.tile + kv % self.tile
+        q, kv = position_in(self.q_tiles, self.tile, q), position_in(self.k_tiles, self.tile, kv)
         last = self.length - 1
         return self.score_mod(score, b, h, q.clamp(max=last), kv.clamp(max=last))
 
@@ -176,8 +176,7 @@ def context_parallel_attention(
     if score_mod is not None:
         if _captures_a_leaf(score_mod, q.device):
             raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
-        tiles = plan.tiles[plan.rank].int(), plan.buffer.int()
-        score_mod = ScoreAtPositions(score_mod, *tiles, plan.tile, plan.length)
+        score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
     options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
     out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
     return (out, lse) if return_lse else out

@@ -41,6 +41,7 @@ class ContextParallelPlan:
         sends: int64 (tiles,): for each other process in turn, this process's tiles that go there, by their place.
         send_counts, receive_counts: how many tiles go to, and come from, each process, 0 for this one.
         buffer: int64 (tiles,): numbers in the whole sequence of the tiles in the buffer, first this process's own.
+        numbers: this process's tiles and those of the buffer, int32, as masks and score functions read them.
         mask: the BlockMask of this process's queries over the buffer.
         group: the process group, or None for a plan of a process that does not exist (see `plans`).
     """
@@ -56,6 +57,7 @@ class ContextParallelPlan:
     send_counts: list[int]
     receive_counts: list[int]
     buffer: Tensor
+    numbers: tuple[Tensor, Tensor]
     mask: BlockMask
     group: Any = None
 
@@ -70,7 +72,7 @@ class ContextParallelPlan:
 
         Those from `length` on belong to padding.
         """
-        return _tokens(self.tiles[self.rank], self.tile)
+        return _blocks(self.tiles[self.rank], self.tile)
 
     def shard(self, x: Tensor, dim: int, *, value: float = 0) -> Tensor:
         """This process's part of a tensor of the whole sequence: its tokens along `dim`, padding filled with `value`.
@@ -93,7 +95,7 @@ class ContextParallelPlan:
         """The tensor of the whole sequence from the parts of all processes, in their order (all_gather's output)."""
         if len(parts) != self.size:
             raise ValueError(f"unshard: parts must be those of {self.size} processes, got {len(parts)}")
-        order = _tokens(self.tiles.flatten(), self.tile).argsort()[: self.length]
+        order = _blocks(self.tiles.flatten(), self.tile).argsort()[: self.length]
         return torch.cat([*parts], dim).index_select(dim, order.to(parts[0].device))
 
     def moved_tiles(self) -> int:
@@ -224,8 +226,9 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
         sends = on_host[:, rank].nonzero()[:, 1].to(mask.device)  # by receiver, ascending
         source, place = on_host[rank].nonzero().T.to(mask.device)
         buffer = torch.cat([tiles[rank, kept], tiles[source, place]])
-        local = _local_mask(mask, tables, tile, tiles[rank], buffer, tiles.numel() * tile != length)
-        moves = kept, sends, [row[rank] for row in counts], counts[rank], buffer
+        numbers = tiles[rank].int(), buffer.int()
+        local = _local_mask(mask, tables, tile, *numbers, tiles.numel() * tile != length)
+        moves = kept, sends, [row[rank] for row in counts], counts[rank], buffer, numbers
         made.append(ContextParallelPlan(length, tile, tiles, rank, size, deal, *moves, local, group))
     return made
 
@@ -240,7 +243,7 @@ def _by_tile(listed: Tensor, mask: BlockMask, count: int) -> Tensor:
 
 
 def _local_mask(mask: BlockMask, tables, tile: int, rows: Tensor, columns: Tensor, ragged: bool) -> BlockMask:
-    """The mask of query tiles `rows` over the tiles `columns` of K and V; ragged: some may have padding."""
+    """The mask of query tiles `rows` over the tiles `columns` of K and V, int32; ragged: some may have padding."""
     block_q, block_k = mask.blocksize
     per_q, per_k = tile // block_q, tile // block_k
     q, k = _blocks(rows, per_q), _blocks(columns, per_k)
@@ -255,20 +258,14 @@ def _local_mask(mask: BlockMask, tables, tile: int, rows: Tensor, columns: Tenso
         partial, full = partial | (full & cut), full & ~cut
     mask_mod = mask.mask_mod
     if mask_mod is not None or ragged:
-        mask_mod = AtPositions(
-            mask_mod or Band(None, None), rows.int(), columns.int(), tile, mask.lengths[0] if ragged else None
-        )
+        mask_mod = AtPositions(mask_mod or Band(None, None), rows, columns, tile, mask.lengths[0] if ragged else None)
     lengths = len(rows) * tile, len(columns) * tile
     return BlockMask._of_tables(partial, full, lengths, mask.blocksize, mask_mod)
 
 
 def _blocks(tiles: Tensor, each: int) -> Tensor:
-    """The blocks of tiles, of which each has so many."""
+    """The blocks of tiles, or their tokens, of which each has so many."""
     return (tiles[:, None] * each + torch.arange(each, device=tiles.device)).flatten()
-
-
-def _tokens(tiles: Tensor, tile: int) -> Tensor:
-    return _blocks(tiles, tile)
 
 
 def _mask_of(length, causal, window_size, cu_seqlens, device) -> BlockMask:

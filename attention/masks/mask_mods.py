@@ -161,6 +161,11 @@ class InBlocks:
         return listed if self.mask_mod is None else listed & self.mask_mod(b, h, q, kv)
 
 
+def position_in(tiles: Tensor, side: int, index: Tensor) -> Tensor:
+    """Position in a whole sequence of a row, or a column, of some of its tiles of `side`, which `tiles` numbers."""
+    return tiles[index // side] * side + index % side
+
+
 @dataclass(frozen=True, eq=False)
 class Sliced:
     """A mask_mod for a slice of a mask: it is called with batch indices, heads and rows of the whole mask.
@@ -183,7 +188,7 @@ class Sliced:
         if self.heads is not None:
             h = self.heads[h * 0 if self.one_head else h]
         if self.rows is not None:
-            q = self.rows[q // self.block_q] * self.block_q + q % self.block_q
+            q = position_in(self.rows, self.block_q, q)
         return self.mask_mod(b, h, q, kv)
 
 
@@ -202,8 +207,7 @@ class AtPositions:
     length: int | None
 
     def __call__(self, b, h, q, kv):
-        q = self.q_tiles[q // self.tile] * self.tile + q % self.tile
-        kv = self.k_tiles[kv // self.tile] * self.tile + kv % self.tile
+        q, kv = position_in(self.q_tiles, self.tile, q), position_in(self.k_tiles, self.tile, kv)
         if self.length is None:
             return self.mask_mod(b, h, q, kv)
         inside, last = (q < self.length) & (kv < self.length), self.length - 1

@@ -64,9 +64,7 @@ def simulated(mask, q, k, v, size, deal, score_mod=None):
         columns = (plan.buffer[:, None] * plan.tile + torch.arange(plan.tile)).flatten()
         past = columns >= plan.length
         kb, vb = (t[:, :, columns.clamp(max=plan.length - 1)].masked_fill(past[:, None], 0) for t in (k, v))
-        score = score_mod and ScoreAtPositions(
-            score_mod, plan.tiles[plan.rank].int(), plan.buffer.int(), plan.tile, plan.length
-        )
+        score = score_mod and ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
         parts.append(block_sparse_attention(plan.shard(q, 2), kb, vb, plan.mask, score_mod=score))
     return made[0].unshard(parts, 2)
 
