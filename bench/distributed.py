@@ -6,6 +6,7 @@ bench/results/<card>/distributed.json. Modules of MODULES give the rows: a funct
 
 import argparse
 import datetime
+import functools
 import importlib
 import itertools
 import json
@@ -94,8 +95,11 @@ def no_multicast() -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def worker(rank: int, world: int, address: str, names: Sequence[str], out: str) -> None:
-    """Measure rows as one rank. An error ends the other ranks, too: they may wait in a collective of the row."""
+def worker(rank: int, world: int, address: str, names: Sequence[str], out: str, keep: Callable) -> None:
+    """Measure rows as one rank. An error ends the other ranks, too: they may wait in a collective of the row.
+
+    keep: called by the first rank with all rows so far, after each.
+    """
     no_multicast()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -117,6 +121,7 @@ def worker(rank: int, world: int, address: str, names: Sequence[str], out: str) 
         if rank == 0:
             print(f"{line(entry)} [{time.perf_counter() - begin:.1f} s]", flush=True)
             Path(out).write_text(json.dumps(found))
+            keep(found)
     dist.destroy_process_group()
 
 
@@ -127,14 +132,14 @@ def line(entry: dict) -> str:
     return f"{entry['ranks']} ranks, {entry['name']}: " + ", ".join(shown)
 
 
-def measure(world: int, only: str) -> list[dict]:
-    """All rows with so many ranks; processes start again after a row that fails."""
+def measure(world: int, only: str, keep: Callable) -> list[dict]:
+    """All rows with so many ranks; processes start again after a row that fails. keep: see worker."""
     found: list[dict] = []
     names = [row.name for row in all_rows() if only in row.name and (not row.ranks or world in row.ranks)]
     while names:
         with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
             out = Path(folder, "rows.json")
-            arguments = world, f"file://{folder}/meeting", names, str(out)
+            arguments = world, f"file://{folder}/meeting", names, str(out), functools.partial(keep, found)
             try:
                 torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, join=True)
                 error = ""
@@ -160,16 +165,23 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench distributed: needs at least {max(worlds or [2])} CUDA GPUs, found {count}")
         return 2
     rows: list[dict] = []
-    failed = False
+    keep = discard if args.only else functools.partial(save, args.out)
     for world in worlds:
-        found = measure(world, args.only)
-        failed |= any("error" in row for row in found)
-        rows += found
-        if not args.only and rows:  # what was measured stays, whatever ends this
-            where = record.environment()
-            data = {"suite": "distributed", "environment": where | {"gpus": count}, "rows": rows}
-            print("written:", record.save(args.out, where["card"], "distributed", data))
-    return 1 if failed else 0
+        rows += measure(world, args.only, functools.partial(keep, rows))
+        if rows and (path := keep(rows)):
+            print("written:", path)
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def save(folder: Path, *parts: list[dict]) -> Path:
+    """Write distributed.json with the rows of all parts; after each row, so that a call that is cut loses only one."""
+    where = record.environment() | {"gpus": torch.cuda.device_count()}
+    data = {"suite": "distributed", "environment": where, "rows": [row for part in parts for row in part]}
+    return record.save(folder, where["card"], "distributed", data)
+
+
+def discard(*parts: list[dict]) -> None:
+    """In place of `save`: write no file."""
 
 
 def simulated(args: argparse.Namespace) -> int:

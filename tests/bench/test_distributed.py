@@ -1,7 +1,12 @@
 """Rows of `python -m bench distributed` on the CPU, small: each runs, in two processes with gloo."""
 
+import json
+
+import pytest
+import torch
+
 from bench import __main__ as command
-from bench import cases_distributed, cases_distributed_experts, distributed
+from bench import cases_distributed, cases_distributed_experts, distributed, record
 
 from ..ranks import Ranks
 
@@ -36,3 +41,21 @@ def test_rows():
 def test_without_gpus(capsys):
     assert command.main(["distributed", "--ranks", "1024"]) == 2
     assert "needs at least 1024 CUDA GPUs" in capsys.readouterr().out
+
+
+def test_rows_of_a_run_that_is_cut_off_are_kept(monkeypatch, tmp_path):
+    def spawn(worker, args, nprocs, join):
+        world, _, names, _, keep = args
+        keep([{"name": names[0], "ranks": world}])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(record, "environment", lambda: {"card": "NVIDIA H200"})
+    monkeypatch.setattr(
+        distributed, "all_rows", lambda: [distributed.Row("TP", dict), distributed.Row("EP", dict, (4,))]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["distributed", "--ranks", "4", "--out", str(tmp_path)])
+    data = json.loads(record.file_of(tmp_path, "NVIDIA H200", "distributed").read_text())
+    assert data["rows"] == [{"name": "TP", "ranks": 4}] and data["environment"]["gpus"] == 4
