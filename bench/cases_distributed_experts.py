@@ -20,7 +20,7 @@ TOKENS, DIM, HIDDEN = 8192, 4096, 14336  # of each rank; weak scaling
 DENSITY = 0.125
 
 
-def expert_parallel(density: float, training: bool, overlap: bool) -> Callable[[torch.device], dict]:
+def expert_parallel(density: float, training: bool) -> Callable[[torch.device], dict]:
     """Each rank's tokens through the experts of all ranks, and through all experts on one GPU, without communication.
 
     efficiency: tokens per second and rank over those of one GPU alone: 1 is linear scaling.
@@ -31,7 +31,7 @@ def expert_parallel(density: float, training: bool, overlap: bool) -> Callable[[
         alone = BsrMixtureOfExperts(
             DIM, HIDDEN, EXPERTS, TOP_K, density=density, device=device, dtype=torch.bfloat16
         ).train(training)  # fmt: skip
-        model = parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel(overlap=overlap))
+        model = parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel())
         torch.manual_seed(1 + dist.get_rank())
         x, dy = (torch.randn(TOKENS, DIM, device=device, dtype=torch.bfloat16) for _ in range(2))
         moved = traffic(model, x, mesh)
@@ -72,9 +72,7 @@ def rows() -> list[Row]:
     limits = {"efficiency": {2: 0.85, 4: 0.80}}
     found = []
     for density, experts in ((DENSITY, f"{DENSITY:.1%}"), (1.0, "dense")):
-        for overlap, how in ((True, "overlapped"), (False, "at once")):
-            for training, what in ((False, "forward"), (True, "forward and backward")):
-                run = expert_parallel(density, training, overlap)
-                name = f"EP MoE {size}, {experts}, {how}, {what}"
-                found.append(Row(name, run, ranks=(2, 4, 8), target=limits))
+        for training, what in ((False, "forward"), (True, "forward and backward")):
+            run, name = expert_parallel(density, training), f"EP MoE {size}, {experts}, {what}"
+            found.append(Row(name, run, ranks=(2, 4, 8), target=limits))
     return found

@@ -4,12 +4,6 @@ A call sorts its rows (tokens times top_k) by expert, and moves them by an all-t
 that another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one
 synchronization for each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their
 rank sorted them: the order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
-
-With overlap=True this rank's own rows are multiplied while the others move:
-
-    dispatch    [ rows of others arrive ]
-    combine                                               [ results of others arrive ]
-    GEMMs       [ gate, up of own rows  ] [ rows of others ] [ down of own rows      ]      <- time
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ from cute_kernels.runtime.torch_compat import all_gather_single
 
 from ..nn.feed_forward import combined
 from ..padded_rows import Padding, spread, taken
-from .transfer import AllToAll, FinishRows, StartRows, transfers
+from .transfer import AllToAll
 
 __all__ = ["Routing", "routed_over_ranks"]
 
@@ -39,16 +33,10 @@ class Routing:
     arriving: (ranks, experts of this rank) int64, rows that arrive from each rank, this one included.
     """
 
-    def __init__(self, choices: Tensor, experts: int, mesh: Any, own_last: bool = False) -> None:
-        """own_last: sort rows for this rank's experts behind the others."""
+    def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
         self.group, self.rank, self.experts = mesh.get_group(), mesh.get_local_rank(), experts
         ranks, each, keys = mesh.size(), experts // mesh.size(), choices.flatten()
-        begin, end = self.rank * each, (self.rank + 1) * each
         numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
-        if own_last:  # other experts become negative; what is no expert stays so, and is counted with none
-            keys, numbers = (
-                torch.where((t < begin) | ((t >= end) & (t < experts)), t - experts, t) for t in (keys, numbers)
-            )
         self.order = keys.argsort(stable=True)
         self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
         keys = keys[self.order]
@@ -115,21 +103,17 @@ class SortRows(torch.autograd.Function):
 
 
 class UnsortRows(torch.autograd.Function):
-    """Row order[i] of the result is row i of the parts, which follow each other."""
+    """Row order[i] of the result is row i of y."""
 
     @staticmethod
-    def forward(ctx, order, *parts):
+    def forward(ctx, y, order):
         ctx.save_for_backward(order)
-        ctx.sizes = [len(part) for part in parts]
-        out = parts[0].new_empty(len(order), *parts[0].shape[1:])
-        for index, part in zip(order.split(ctx.sizes), parts, strict=True):
-            out.index_copy_(0, index, part)
-        return out
+        return torch.empty_like(y).index_copy_(0, order, y)
 
     @staticmethod
     def backward(ctx, dy):
         (order,) = ctx.saved_tensors
-        return None, *(dy.index_select(0, index) for index in order.split(ctx.sizes))
+        return dy.index_select(0, order), None
 
 
 @torch.compiler.disable(reason="numbers of rows that ranks exchange are read on the host")
@@ -139,9 +123,8 @@ def routed_over_ranks(
     weights: Tensor,
     experts: int,
     group_rows: int,
-    layers: tuple[Layer, Layer],
+    layers: Layer,
     mesh: Any,
-    overlap: bool,
 ) -> Tensor:
     """`nn.feed_forward.routed` with experts over the ranks of a mesh; all ranks must call it together.
 
@@ -151,45 +134,23 @@ def routed_over_ranks(
         weights: (T, k), by which the results of a token's choices are multiplied.
         experts: of all ranks, a multiple of them; each holds as many, in the order of ranks.
         group_rows: rows of a run.
-        layers: this rank's experts, from x to the hidden features, and from these to (rows, N).
+        layers: this rank's experts, from (rows, K) to (rows, N).
         mesh: one-dimensional.
-        overlap: move rows beside the GEMMs of this rank's own.
 
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable. Synchronizes.
     """
-    overlap = overlap and mesh.size() > 1
-    routing = Routing(choices, experts, mesh, own_last=overlap)
+    routing = Routing(choices, experts, mesh)
     sorted_rows = SortRows.apply(x, routing.order, routing.slots, choices.shape[1])
-    parts = (overlapped if overlap else at_once)(sorted_rows, routing, group_rows, *layers)
-    return combined(UnsortRows.apply(routing.order, *parts).unflatten(0, choices.shape), weights, x.dtype)
+    y = through_experts(sorted_rows, routing, group_rows, layers)
+    return combined(UnsortRows.apply(y, routing.order).unflatten(0, choices.shape), weights, x.dtype)
 
 
-def at_once(x: Tensor, routing: Routing, group_rows: int, first: Layer, second: Layer) -> list[Tensor]:
-    """Results of the sorted rows, of which all move first."""
+def through_experts(x: Tensor, routing: Routing, group_rows: int, layers: Layer) -> Tensor:
+    """Results of the sorted rows."""
     rows, rank = routing.rows(), routing.rank
     leaving, arriving = rows[rank], [line[rank] for line in rows]
     x = AllToAll.apply(x, leaving, arriving, routing.group)
     padding = layout(routing.arriving, len(x), group_rows)
-    y = taken(second(first(spread(x, padding), padding.groups), padding.groups), padding)
-    return [AllToAll.apply(y, arriving, leaving, routing.group)]
-
-
-def overlapped(x: Tensor, routing: Routing, group_rows: int, first: Layer, second: Layer) -> list[Tensor]:
-    """Results of the sorted rows: those that other ranks computed, and those of this rank's experts."""
-    rows, rank = routing.rows(), routing.rank
-    there, back = transfers(rows, rank, routing.group)
-    others, own = x.split([len(x) - rows[rank][rank], rows[rank][rank]])
-    counts = routing.arriving.clone()
-    counts[rank] = 0
-
-    arrived = StartRows.apply(others, there, back)
-    mine = layout(routing.arriving[rank : rank + 1], len(own), group_rows)
-    hidden = first(spread(own, mine), mine.groups)
-    arrived = FinishRows.apply(arrived, there, back)
-    theirs = layout(counts, len(arrived), group_rows)
-    y = taken(second(first(spread(arrived, theirs), theirs.groups), theirs.groups), theirs)
-    there, back = transfers([list(line) for line in zip(*rows, strict=True)], rank, routing.group)
-    y = StartRows.apply(y, there, back)
-    own = taken(second(hidden, mine.groups), mine)
-    return [FinishRows.apply(y, there, back), own]
+    y = taken(layers(spread(x, padding), padding.groups), padding)
+    return AllToAll.apply(y, arriving, leaving, routing.group)

@@ -83,23 +83,14 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
 
 
 class OverRanks(nn.Module):
-    """Mixin of mixtures of experts over the ranks of a mesh.
-
-    overlap: move tokens beside the GEMMs of this rank's own.
-    """
+    """Mixin of mixtures of experts over the ranks of a mesh."""
 
     place: PlacedExperts
-    overlap: bool
 
     def over_ranks(self, x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> Tensor:
         """The experts' weighted results for tokens x (T, dim) of this rank."""
         module: Any = self
-
-        def down(hidden: Tensor, expert_ids: Tensor) -> Tensor:
-            return module.down(hidden, expert_ids=expert_ids)
-
-        layers, mesh = (module._hidden, down), self.place.mesh
-        return routed_over_ranks(x, choices, weights, experts, module.group_rows, layers, mesh, self.overlap)
+        return routed_over_ranks(x, choices, weights, experts, module.group_rows, module._layers, self.place.mesh)
 
 
 class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):
@@ -144,11 +135,6 @@ class BsrExpertParallel(ParallelStyle):
     router is whole on each rank, and its gradient is that of this rank's tokens, as of any other layer of a model under
     data parallelism. Gradients of experts are summed over the tokens of all ranks.
 
-    Args:
-        overlap: multiply this rank's own tokens while those of other ranks arrive, through symmetric memory on CUDA.
-            Needs GPUs that reach each other's memory (NVLink). Each layer then runs two grouped GEMMs, so it is for
-            many tokens.
-
     parallelize_module raises:
         TypeError: the module is of another type, or sharded already.
         ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions, or
@@ -160,10 +146,6 @@ class BsrExpertParallel(ParallelStyle):
         mesh = init_device_mesh("cuda", (2,))
         parallelize_module(model, mesh, {"layers.*.moe": BsrExpertParallel()})
     """
-
-    def __init__(self, *, overlap: bool = False) -> None:
-        super().__init__()
-        self.overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         check_mesh(self, device_mesh)
@@ -181,7 +163,7 @@ class BsrExpertParallel(ParallelStyle):
                 group = device_mesh.get_group()
                 torch.distributed.broadcast(parameter.data, group=group, group_src=self.src_data_rank)
         module.__class__ = kind
-        module.__dict__["place"], module.__dict__["overlap"] = layers[0].place, self.overlap
+        module.__dict__["place"] = layers[0].place
         return module
 
 

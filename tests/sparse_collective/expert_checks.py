@@ -36,8 +36,8 @@ def exact_route(moe, x):
     return logits.float().softmax(-1), choices
 
 
-def parallelized(alone, mesh, **options):
-    return parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel(**options))
+def parallelized(alone, mesh):
+    return parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel())
 
 
 def own_tokens(t, counts):
@@ -85,35 +85,33 @@ def counts_of(total):
 def mixture_of_experts(device):
     mesh = mesh_of(device)
     for one_pattern, bias, density in ((True, True, 0.4), (False, False, 0.4), (True, False, 1.0)):
-        for overlap in (False, True):
-            alone = mixture(device, one_pattern, bias, density)
-            model = parallelized(alone, mesh, overlap=overlap)
-            assert isinstance(model, BsrMixtureOfExperts) and model.gate.values.placements == (Shard(0),)
-            assert len(model.gate.values.to_local()) * mesh.size() == len(alone.gate.values)
-            even = [25] * mesh.size()
-            for counts in (even, counts_of(150)):
-                for m in (model, alone):
-                    m.zero_grad()
-                compare(model, alone, normal(sum(counts), DIM, device=device), counts)
-            with torch.no_grad():
-                x = normal(3, sum(even), DIM, device=device)
-                near(model(x[:, : even[0]]), alone(x[:, : even[0]]))
+        alone = mixture(device, one_pattern, bias, density)
+        model = parallelized(alone, mesh)
+        assert isinstance(model, BsrMixtureOfExperts) and model.gate.values.placements == (Shard(0),)
+        assert len(model.gate.values.to_local()) * mesh.size() == len(alone.gate.values)
+        even = [25] * mesh.size()
+        for counts in (even, counts_of(150)):
+            for m in (model, alone):
+                m.zero_grad()
+            compare(model, alone, normal(sum(counts), DIM, device=device), counts)
+        with torch.no_grad():
+            x = normal(3, sum(even), DIM, device=device)
+            near(model(x[:, : even[0]]), alone(x[:, : even[0]]))
 
 
 def some_experts_get_all_tokens(device):
     """Also ranks to which no token goes, and a call without any token."""
     mesh = mesh_of(device)
-    for overlap in (False, True):
-        alone = mixture(device)
-        with torch.no_grad():
-            alone.router.weight[2:, 0] = -50.0
-        model = parallelized(alone, mesh, overlap=overlap)
-        x = normal(80, DIM, device=device)
-        x[:, 0] = 3.0
-        compare(model, alone, x, [80 // mesh.size()] * mesh.size())
-        y = model(x[:0].requires_grad_())
-        y.sum().backward()
-        assert y.shape == (0, DIM)
+    alone = mixture(device)
+    with torch.no_grad():
+        alone.router.weight[2:, 0] = -50.0
+    model = parallelized(alone, mesh)
+    x = normal(80, DIM, device=device)
+    x[:, 0] = 3.0
+    compare(model, alone, x, [80 // mesh.size()] * mesh.size())
+    y = model(x[:0].requires_grad_())
+    y.sum().backward()
+    assert y.shape == (0, DIM)
 
 
 def experts_of_transformers(device):
@@ -128,10 +126,9 @@ def experts_of_transformers(device):
     )  # fmt: skip
     own = mesh.get_local_rank() * EXPERTS // mesh.size()
     absent = torch.tensor([[0, EXPERTS + own], [1, -1]], device=device)
-    for overlap in (True, False):
-        model = parallelized(alone, mesh, overlap=overlap)
-        raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
-               normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
+    model = parallelized(alone, mesh)
+    raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
+           normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
     counts = counts_of(120)
     x = normal(sum(counts), DIM, device=device)
     index, weights = torch.randn(len(x), EXPERTS).topk(2, -1).indices.to(device), normal(len(x), 2, device=device)
@@ -154,34 +151,32 @@ def experts_of_transformers(device):
 
 def repeated_calls(device):
     """Results and gradients are bitwise identical in each call."""
-    for overlap in (False, True):
-        model = parallelized(mixture(device), mesh_of(device), overlap=overlap)
-        x, runs = normal(400, DIM, device=device), []
-        for _ in range(3):
-            model.zero_grad()
-            mine = x.clone().requires_grad_()
-            y = model(mine)
-            y.square().sum().backward()
-            runs.append([y, mine.grad, *(p.grad.to_local() for p in model.get_submodule("up").parameters())])
-        for run in runs[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    model = parallelized(mixture(device), mesh_of(device))
+    x, runs = normal(400, DIM, device=device), []
+    for _ in range(3):
+        model.zero_grad()
+        mine = x.clone().requires_grad_()
+        y = model(mine)
+        y.square().sum().backward()
+        runs.append([y, mine.grad, *(p.grad.to_local() for p in model.get_submodule("up").parameters())])
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
 def frozen_and_recomputed(device):
     """Tokens without gradients, frozen experts, activation checkpoints."""
-    for overlap in (False, True):
-        model, x = parallelized(mixture(device), mesh_of(device), overlap=overlap), normal(30, DIM, device=device)
-        parameters, found = (model.gate.values, model.down.values), []
-        for leaf in (x, x.clone().requires_grad_()):
-            model.zero_grad()
-            checkpointed = torch.utils.checkpoint.checkpoint(model, leaf, use_reentrant=False)
-            (checkpointed if leaf.requires_grad else model(leaf)).square().mean().backward()
-            found.append([p.grad.to_local().clone() for p in parameters])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        model.requires_grad_(False)
-        leaf.grad = None
-        model(leaf).square().mean().backward()
-        assert leaf.grad.isfinite().all() and leaf.grad.abs().max() > 0
+    model, x = parallelized(mixture(device), mesh_of(device)), normal(30, DIM, device=device)
+    parameters, found = (model.gate.values, model.down.values), []
+    for leaf in (x, x.clone().requires_grad_()):
+        model.zero_grad()
+        checkpointed = torch.utils.checkpoint.checkpoint(model, leaf, use_reentrant=False)
+        (checkpointed if leaf.requires_grad else model(leaf)).square().mean().backward()
+        found.append([p.grad.to_local().clone() for p in parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    model.requires_grad_(False)
+    leaf.grad = None
+    model(leaf).square().mean().backward()
+    assert leaf.grad.isfinite().all() and leaf.grad.abs().max() > 0
 
 
 def compiled_experts(device):

@@ -1,9 +1,6 @@
 """Sharded layers in 2 and 4 processes with gloo, against one process."""
 
 import pytest
-import torch
-
-from sparse_collective.distributed.transfer import Transfer
 
 from ..ranks import Ranks
 from . import distributed_checks, expert_checks, fsdp_checks
@@ -22,19 +19,6 @@ def ranks(request):
 @pytest.mark.parametrize("check", CHECKS, ids=[check.rpartition(":")[2] for check in CHECKS])
 def test_against_one_process(ranks, check):
     ranks.run(check)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_rows_of_a_transfer(ranks):
-    """Each rank finds its rows in what the others offer, as transfers through symmetric memory read them."""
-    rows = torch.randint(0, 4, (ranks, ranks), generator=torch.Generator().manual_seed(ranks)).tolist()
-    transfers = [Transfer(rows, rank, None) for rank in range(ranks)]
-    offered = [[(rank, to) for to, n in enumerate(t.leaving) for _ in range(n)] for rank, t in enumerate(transfers)]
-    for rank, t in enumerate(transfers):
-        assert t.room == max(map(len, offered)) and t.arriving[rank] == t.leaving[rank] == 0
-        for other in set(range(ranks)) - {rank}:
-            found = offered[other][t.begins[other] : t.begins[other] + t.arriving[other]]
-            assert found == [(other, rank)] * rows[other][rank]
 
 
 @pytest.mark.parametrize("module", [fsdp_checks, expert_checks], ids=["fully_shard", "experts"])

@@ -25,7 +25,6 @@ from .distributed import (
     gather_and_consume,
     is_dtensor,
     produce_and_exchange,
-    pull_rows,
     reduce_scatter_single,
     resize_fully_sharded,
 )
@@ -84,7 +83,6 @@ __all__ = [
     "overrides_dispatch",
     "pending_writes",
     "produce_and_exchange",
-    "pull_rows",
     "raw_stream",
     "reduce_scatter_single",
     "resize_fully_sharded",

@@ -102,36 +102,3 @@ def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor
     total = torch.empty_like(summands[: len(summands) // ranks])
     reduce_scatter_single(total, summands, group)
     return total
-
-
-BARRIER_MS = 600_000  # after which a rank that waits for one that has died ends with an error, as NCCL does
-
-
-def pull_rows(x: Tensor, parts: list[Tensor], begins: list[int], room: int, group: Any) -> Callable[[], None]:
-    """Start to copy rows of other ranks' x through symmetric memory of CUDA GPUs, by copy engines on a second stream.
-
-    Args:
-        x: (n, N) contiguous, the rows that this rank offers.
-        parts: for each rank, the rows (m, N) to fill with that rank's rows begins[rank] and on; its own: empty.
-        room: the largest n of all ranks, the same on each.
-
-    Returns:
-        A function after which the current stream has all parts. Call it before the next pull of the group.
-    """
-    from torch.distributed._symmetric_memory import _get_backend_stream, get_symm_mem_workspace
-
-    width, current = x.shape[1], torch.cuda.current_stream()
-    size = room * width * x.element_size()
-    memory = get_symm_mem_workspace(group.group_name, min_size=1 << size.bit_length())  # grows rarely
-    memory.barrier(0, BARRIER_MS)  # all ranks have read what was in it
-    if len(x):
-        memory.get_buffer(memory.rank, x.shape, x.dtype).copy_(x)
-    memory.barrier(1, BARRIER_MS)
-    stream = _get_backend_stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for step in range(1, memory.world_size):
-            rank = (memory.rank + step) % memory.world_size
-            if len(part := parts[rank]):
-                part.copy_(memory.get_buffer(rank, part.shape, x.dtype, begins[rank] * width))
-    return lambda: torch.cuda.current_stream().wait_stream(stream)
