@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..masks import cache, patterns
 from ..masks.block_mask import BlockMask
-from ..masks.mask_mods import AtPositions, Band
 from . import deal as dealing
+from . import moves
 from .check import check_equal
+from .moves import blocks_of
 
 OP = "plan_context_parallel"
 
@@ -72,7 +73,7 @@ class ContextParallelPlan:
 
         Those from `length` on belong to padding.
         """
-        return _blocks(self.tiles[self.rank], self.tile)
+        return blocks_of(self.tiles[self.rank], self.tile)
 
     def shard(self, x: Tensor, dim: int, *, value: float = 0) -> Tensor:
         """This process's part of a tensor of the whole sequence: its tokens along `dim`, padding filled with `value`.
@@ -95,7 +96,7 @@ class ContextParallelPlan:
         """The tensor of the whole sequence from the parts of all processes, in their order (all_gather's output)."""
         if len(parts) != self.size:
             raise ValueError(f"unshard: parts must be those of {self.size} processes, got {len(parts)}")
-        order = _blocks(self.tiles.flatten(), self.tile).argsort()[: self.length]
+        order = blocks_of(self.tiles.flatten(), self.tile).argsort()[: self.length]
         return torch.cat([*parts], dim).index_select(dim, order.to(parts[0].device))
 
     def moved_tiles(self) -> int:
@@ -202,70 +203,32 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
     elif deal not in ("auto", *dealing.DEALS):
         raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
     count = -(-length // tile)
-    tables = mask.tables()
-    blocks = _by_tile(tables[0] | tables[1], mask, count)
-    listed, work = blocks.any(0), blocks.sum((0, 2), dtype=torch.int64)
     if isinstance(deal, ContextParallelPlan):
-        tiles, deal = deal.tiles.to(mask.device), deal.deal
-    elif deal == "auto":
-        tried = [dealing.dealt(work / len(blocks), size, each) for each in dealing.DEALS]
-        costs = torch.stack([dealing.cost(work / len(blocks), listed, tiles) for tiles in tried]).tolist()
-        # The first within 2 % of the best moves less than the others.
-        chosen = next(i for i, each in enumerate(costs) if each <= 1.02 * min(costs))
-        deal, tiles = dealing.DEALS[chosen], tried[chosen]
+        names, total = [deal.deal], deal.tiles.numel()
     else:
-        tiles = dealing.dealt(work, size, deal)
-    need = dealing.needed(listed, tiles)[:, tiles.flatten()].view(size, size, -1)  # by process, source and place
-    on_host = need.cpu()
-    own = on_host.diagonal().T.clone()  # (process, place)
-    on_host.diagonal().zero_()
-    counts = on_host.sum(2).tolist()
+        names = [*dealing.DEALS] if deal == "auto" else [deal]
+        total = max(dealing.padded(count, size, name) for name in names)
+    tables = moves.tables_of(mask, tile, total)
+    listed = moves.listed_of(tables, total)
+    work = listed.sum(1)
+    if isinstance(deal, ContextParallelPlan):
+        tried = [deal.tiles.to(mask.device)]
+    else:
+        tried = [dealing.dealt(work[:count], size, name) for name in names]
+    needed, loads, counts = moves.needs_of(listed, work, tried)
+    blocks = mask.batch * mask.heads * tile**2 // (mask.blocksize[0] * mask.blocksize[1])  # of a tile
+    chosen = dealing.best([dealing.cost(*pair, blocks) for pair in zip(loads, counts, strict=True)])
+    tiles, need, rows = tried[chosen], needed[chosen], counts[chosen]
     made = []
     for rank in ranks:
-        kept = own[rank].nonzero()[:, 0].to(mask.device)
-        sends = on_host[:, rank].nonzero()[:, 1].to(mask.device)  # by receiver, ascending
-        source, place = on_host[rank].nonzero().T.to(mask.device)
-        buffer = torch.cat([tiles[rank, kept], tiles[source, place]])
+        own, sends, buffer = moves.moves_of(need, tiles, rank, rows)
+        sent, received = [row[rank] for row in rows], [*rows[rank]]
+        sent[rank] = received[rank] = 0
         numbers = tiles[rank].int(), buffer.int()
-        local = _local_mask(mask, tables, tile, *numbers, tiles.numel() * tile != length)
-        moves = kept, sends, [row[rank] for row in counts], counts[rank], buffer, numbers
-        made.append(ContextParallelPlan(length, tile, tiles, rank, size, deal, *moves, local, group))
+        local = moves.local_mask(mask, tables, tile, tiles[rank], buffer, numbers, tiles.numel() * tile != length)
+        moved = own, sends, sent, received, buffer, numbers
+        made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], *moved, local, group))
     return made
-
-
-def _by_tile(listed: Tensor, mask: BlockMask, count: int) -> Tensor:
-    """Blocks (B, H, Mq, Mk) as tiles (B * H, count, count): True if a block of the tile is listed."""
-    tile = max(mask.blocksize)
-    per_q, per_k = (tile // side for side in mask.blocksize)
-    rows, columns = listed.shape[2:]
-    padded = torch.nn.functional.pad(listed, (0, count * per_k - columns, 0, count * per_q - rows))
-    return padded.flatten(0, 1).unflatten(2, (count, per_k)).unflatten(1, (count, per_q)).any(-1).any(2)
-
-
-def _local_mask(mask: BlockMask, tables, tile: int, rows: Tensor, columns: Tensor, ragged: bool) -> BlockMask:
-    """The mask of query tiles `rows` over the tiles `columns` of K and V, int32; ragged: some may have padding."""
-    block_q, block_k = mask.blocksize
-    per_q, per_k = tile // block_q, tile // block_k
-    q, k = _blocks(rows, per_q), _blocks(columns, per_k)
-    parts = []
-    for table in tables:
-        part = table.index_select(2, q.clamp(max=max(mask.n_block_rows - 1, 0))) if mask.n_block_rows else table
-        part = part.index_select(3, k.clamp(max=max(mask.n_block_cols - 1, 0)))
-        parts.append(part & (q < mask.n_block_rows)[:, None] & (k < mask.n_block_cols))
-    partial, full = parts
-    if ragged:  # rows past the last one see nothing
-        cut = ((q + 1) * block_q > mask.lengths[0])[:, None]
-        partial, full = partial | (full & cut), full & ~cut
-    mask_mod = mask.mask_mod
-    if mask_mod is not None or ragged:
-        mask_mod = AtPositions(mask_mod or Band(None, None), rows, columns, tile, mask.lengths[0] if ragged else None)
-    lengths = len(rows) * tile, len(columns) * tile
-    return BlockMask._of_tables(partial, full, lengths, mask.blocksize, mask_mod)
-
-
-def _blocks(tiles: Tensor, each: int) -> Tensor:
-    """The blocks of tiles, or their tokens, of which each has so many."""
-    return (tiles[:, None] * each + torch.arange(each, device=tiles.device)).flatten()
 
 
 def _mask_of(length, causal, window_size, cu_seqlens, device) -> BlockMask:

@@ -35,9 +35,16 @@ def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
 
 def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
     """The bool table (..., Mq, cols) of a list whose columns are in range."""
-    listed = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) < count[..., None]
-    table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)  # the last column is never read
-    return table.scatter_(-1, index.masked_fill(~listed, cols).long(), True)[..., :cols]
+    table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)
+    mark(table, count, index)
+    return table[..., :cols]
+
+
+def mark(table: Tensor, count: Tensor, index: Tensor) -> None:
+    """Set the listed columns of a bool table (..., Mq, cols + 1) to True. Its last column is not one: unlisted entries
+    set it, too."""
+    unlisted = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) >= count[..., None]
+    table.scatter_(-1, index.masked_fill(unlisted, table.shape[-1] - 1).long(), True)
 
 
 def chunks(total: int, each: int) -> Iterator[tuple[int, int]]:

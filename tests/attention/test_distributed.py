@@ -1,9 +1,11 @@
 """Context-parallel attention: in 2 and 4 processes with gloo, and with the processes simulated on one device."""
 
 import functools
+import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import attention, block_sparse_attention, create_block_mask, patterns
 from attention.distributed import deal as dealing
@@ -134,6 +136,41 @@ def test_only_needed_tiles_move():
     assert made[1].moved_bytes(k, k) == 2 * 2 * 128 * 2 * 64 * 2
     for plan in made:  # each column of the buffer has a block
         assert (plan.mask.tables()[0] | plan.mask.tables()[1]).any(2).all()
+
+
+class Launches(TorchDispatchMode):
+    """Count the operations that launch a kernel on a GPU, and refuse those that wait for one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.__name__.partition(".")[0] not in ("nonzero", "_local_scalar_dense", "masked_select", "_unique2")
+        aliases = [value.alias_info for value in func._schema.returns]
+        views = aliases and all(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not views
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("deal", "most"), [("auto", 60), ("head_tail", 52)])
+def test_a_plan_launches_few_kernels(deal, most):
+    mask = patterns.causal((16384, 16384))
+    with Launches() as launches:
+        plans(mask, 4, deal, ranks=(1,))
+    assert launches.count <= most
+
+
+@pytest.mark.gpu
+def test_a_plan_waits_once():
+    mask = patterns.causal((16384, 16384), device="cuda")
+    plans(mask, 4, ranks=(1,))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            plans(mask, 4, ranks=(1,))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(warning.message) for warning in found) == 1
 
 
 def test_dense_attention_agrees():
