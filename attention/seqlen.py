@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.traced.lower import Place
+from cute_kernels.traced.lower import InTile, Place
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,20 @@ class SeqlenInfo:
         position."""
         return self.cols - self.rows if self.q_offset is None else self.q_offset - self.k_offset
 
-    def q_position(self, row: Int32 | Place):
+    def q_position(self, row: Int32 | Place | InTile):
         """Position of a row, as passed to mask and score functions."""
         return _shifted(row, self.q_offset)
 
-    def k_position(self, column: Int32 | Place):
+    def k_position(self, column: Int32 | Place | InTile):
         """Position of a column, as passed to mask and score functions."""
         return _shifted(column, self.k_offset)
 
 
-def _shifted(index: Int32 | Place, offset: Int32 | None):
+def _shifted(index: Int32 | Place | InTile, offset: Int32 | None):
     if offset is None:
         return index
+    if isinstance(index, InTile):  # an offset is of any size, so tiles of positions are others
+        index = index.index
     return replace(index, base=index.base + offset) if isinstance(index, Place) else index + offset
 
 

@@ -183,6 +183,18 @@ print(keys.OUTSIDE, keys.sources_of("attention"))"""
     assert found[0].startswith("{'mine': 'attention'}") and found[0] != found[1]
 
 
+def test_families_of_sources_that_are_not_installed(tmp_path):
+    """The tools know the project's packages without entry points, so that none of their kernels is left out."""
+    program = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda **_: ()
+from cute_kernels.runtime.families import families, load_all
+load_all()
+print(*{type(family).__module__.partition(".")[0] for family in families()})"""
+    done = beside(tmp_path, "-c", program, CUTE_KERNELS_FAMILIES="")
+    assert {*done.stdout.split()} == {"cute_kernels", "sparse_collective", "attention"}, done.stderr
+
+
 def test_an_entry_point_without_a_family_is_an_error(tmp_path):
     """It has the name of a package with families, or forgot to register one."""
     (tmp_path / "some_kernels.py").touch()

@@ -5,7 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.traced.lower import lower
+from cute_kernels.traced.lower import InTile, Shared, lower
+
+from ..masks.element_mask import KV_INPUT, Q_INPUT
 
 
 @cute.jit
@@ -42,17 +44,22 @@ def mask_elements(
 ):
     """Set scores to -inf where the element mask is False, and past the last column."""
     mine = row0 + cute.arch.lane_idx() % 4 * 2
+    rows = const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         column = col + 8 * r
         inside = column < seqlen.cols
-        if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
+        if const_expr(kind.mask is not None and kind.mask.indexes(KV_INPUT)):
             column = cutlass.min(column, seqlen.cols - 1)  # no reads out of bounds
         column = seqlen.k_position(column)
-        for c in range_constexpr(cute.size(scores, mode=[1])):
+        shared = Shared(Q_INPUT)
+        for c in range_constexpr(rows):
             seen = inside
             if const_expr(kind.mask is not None):
                 row = mine + const_expr(c // 2 * 8 + c % 2)
-                if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
+                if const_expr(kind.mask.indexes(Q_INPUT)):
                     row = cutlass.min(row, seqlen.rows - 1)
-                seen = seen & lower(kind.mask.program, [b, h, seqlen.q_position(row), column], tensors)
+                else:
+                    row = InTile(row, row0, const_expr(4 * rows))
+                inputs = [b, h, seqlen.q_position(row), column]
+                seen = seen & lower(kind.mask.program, inputs, tensors, shared)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

@@ -6,9 +6,10 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import integer_after
-from cute_kernels.traced.lower import Place, lower
+from cute_kernels.traced.lower import InTile, Place, Shared, lower
 
-from ..masks.score_mod import KV_INPUT, Q_INPUT, ScoreMod
+from ..masks import element_mask
+from ..masks.score_mod import KV_INPUT, Q_INPUT, SCORE_INPUT, ScoreMod
 
 AT_ONCE = 16  # scores of a thread whose positions, and values loaded for them, are in registers at a time
 LOG2E = 1.4426950408889634
@@ -41,6 +42,7 @@ def change_scores(
     """scores = score_mod(scale * scores, b, h, q, kv)."""
     mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
+        shared = Shared(SCORE_INPUT, KV_INPUT)
         h, q = source.heads.place(tile, row + 8 * r)
         if const_expr(mod.indexes(Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
@@ -49,11 +51,11 @@ def change_scores(
             if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
                 # Registers do not suffice for the loads of all scores at once, nor for their positions.
                 mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
-            column = Place(mine, const_expr(c // 2 * 8 + c % 2))
+            column = InTile(Place(mine, const_expr(c // 2 * 8 + c % 2)), col0, const_expr(4 * columns))
             if const_expr(mod.indexes(KV_INPUT) and not inside):
-                column = cutlass.min(column.base + column.offset, seqlen.cols - 1)
+                column = cutlass.min(column.index.base + column.index.offset, seqlen.cols - 1)
             inputs = [scores[r, c] * scale, tile.b, h, q, seqlen.k_position(column)]
-            scores[r, c] = lower(mod.program, inputs, tensors)
+            scores[r, c] = lower(mod.program, inputs, tensors, shared)
 
 
 @cute.jit
@@ -89,16 +91,21 @@ def mask_elements(
 ):
     """Set scores to -inf where the element mask is false, and past the last column."""
     mine = col0 + cute.arch.lane_idx() % 4 * 2
+    columns = const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         h, q = source.heads.place(tile, row + 8 * r)
-        if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
+        if const_expr(kind.mask is not None and kind.mask.indexes(element_mask.Q_INPUT)):
             q = cutlass.min(q, seqlen.rows - 1)  # tensors are not read past their ends
         q = seqlen.q_position(q)
-        for c in range_constexpr(cute.size(scores, mode=[1])):
+        shared = Shared(element_mask.KV_INPUT)
+        for c in range_constexpr(columns):
             column = mine + const_expr(c // 2 * 8 + c % 2)
             seen = column < seqlen.cols
             if const_expr(kind.mask is not None):
-                if const_expr(kind.mask is not None and len(kind.mask.tensors) > 0):
+                if const_expr(kind.mask.indexes(element_mask.KV_INPUT)):
                     column = cutlass.min(column, seqlen.cols - 1)
-                seen = seen & lower(kind.mask.program, [tile.b, h, q, seqlen.k_position(column)], source.mask_tensors)
+                else:
+                    column = InTile(column, col0, const_expr(4 * columns))
+                inputs = [tile.b, h, q, seqlen.k_position(column)]
+                seen = seen & lower(kind.mask.program, inputs, source.mask_tensors, shared)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

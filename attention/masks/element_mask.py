@@ -24,6 +24,7 @@ from .mask_mods import And
 
 INDICES = ("b", "h", "q", "kv")
 INPUTS = ("int32",) * 4
+B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(4)  # numbers of values
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class ElementMask:
         """(dtype, rank, mode of stride 1) of each tensor argument of the kernel, see `element_mask`."""
         pairs = zip(self.program.tensors, self.contiguous, strict=True)
         return [(dtype, max(rank, 1), max(rank, 1) - 1 if last else None) for (dtype, rank), last in pairs]
+
+    def indexes(self, value: int) -> bool:
+        """True if an input is used directly as an index, and so must not exceed a tensor's extent."""
+        return any(index == value for _, _, index in self.program.direct)
 
 
 @dataclass(frozen=True, eq=False)

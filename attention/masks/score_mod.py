@@ -93,10 +93,6 @@ class ScoreMod(ElementMask):
         program = Program.of(program.inputs, program.tensors, nodes, program.output, program.arguments)
         return self if program == self.program else replace(self, program=program)
 
-    def indexes(self, value: int) -> bool:
-        """True if an input is used directly as an index, and so must not exceed a tensor's extent."""
-        return any(index == value for _, _, index in self.program.direct)
-
 
 def inputs_of(program: Program, number: int) -> set[int]:
     """The inputs that a value depends on."""

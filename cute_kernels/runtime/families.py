@@ -2,8 +2,8 @@
 
 A family is one kind of kernel, registered when its package is imported. To define one, subclass `Family`, give its
 facts class a `family` attribute of the same name, and call `register`. The tools (`python -m cute_kernels`) import the
-packages that installed distributions declare as entry points of the group "cute_kernels.families", and those in the
-environment variable CUTE_KERNELS_FAMILIES, separated by commas.
+project's packages, those that installed distributions declare as entry points of the group "cute_kernels.families", and
+those in the environment variable CUTE_KERNELS_FAMILIES, separated by commas.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ from . import keys
 from .cache import Built, default_cache
 from .compile import compile_for
 from .device import collected
-from .packages import PackageError, import_module, is_own, top_of
+from .packages import PACKAGES, PackageError, folder_of, import_module, is_own, top_of
 
 GROUP = "cute_kernels.families"
 VARIABLE = "CUTE_KERNELS_FAMILIES"
@@ -184,13 +184,15 @@ def bundle_facts(ops: Iterable[str], request: Request) -> list:
 
 
 def load_all() -> None:
-    """Import all packages that register families, as declared by installed distributions and the environment.
+    """Import all packages that register families: the project's own, also where they are not installed but run from
+    their sources, and those that installed distributions and the environment declare.
 
     Raises:
         ImportError: a package cannot be imported. PackageError if one registers no family, or if another module has
             its name.
     """
-    named = {point.value: f"an entry point of {GROUP}" for point in importlib.metadata.entry_points(group=GROUP)}
+    named = {name: "this project" for name in PACKAGES if folder_of(name) is not None}
+    named |= {point.value: f"an entry point of {GROUP}" for point in importlib.metadata.entry_points(group=GROUP)}
     named |= {name.strip(): VARIABLE for name in os.environ.get(VARIABLE, "").split(",")}
     for name, source in named.items():
         if not name or name in sys.modules and is_own(sys.modules[name]):

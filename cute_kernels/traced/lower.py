@@ -17,13 +17,14 @@ from cutlass.cutlass_dsl import select_
 
 from ..tile.ptx import integer_to_float
 from . import activations
-from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program
+from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program, operands
 
 TYPES = {
     "float32": Float32, "bfloat16": cutlass.BFloat16, "float16": cutlass.Float16,
     "int32": Int32, "int64": Int64, "bool": Boolean,
 }  # fmt: skip
 UNSIGNED = {"int32": Uint32, "int64": Uint64}
+QUOTIENTS, REMAINDERS = ("floordiv", "truncdiv"), ("remainder", "fmod")
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,59 @@ class Place:
         return cute.math.absf(value) if self.absolute else value
 
 
-def lower(program: Program, inputs: Sequence, tensors: Sequence = ()):
+@dataclass(frozen=True)
+class InTile:
+    """An int32 index, and the first one of its tile, which is a multiple of `side`, the number of indices in a tile.
+
+    Its quotient by a multiple of `side` is that of the first one: the same for all indices of the tile.
+    """
+
+    index: Int32 | Place
+    first: Int32
+    side: int
+
+
+class Shared:
+    """Values that calls of `lower` have in common: calls of one program that follow each other in straight-line code,
+    whose inputs are the same but for those numbered `changing`, and these in the same tile if they are InTiles."""
+
+    def __init__(self, *changing: int):
+        self.changing, self.values = changing, {}
+
+
+def lower(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Shared | None = None):
     """The result for these scalars, of the program's dtypes. Nothing outside of `tensors` is read, as long as direct
-    indices lie inside them. After the tensors come the program's arguments, scalars."""
-    return values_of(program, inputs, tensors)[program.output]
+    indices lie inside them. After the tensors come the program's arguments, scalars.
+
+    Args:
+        inputs: scalars of the compiler, of which an int32 may be a Place or an InTile.
+        shared: what the first of some calls computes, and loads, for all of them.
+    """
+    return values_of(program, inputs, tensors, shared)[program.output]
 
 
-def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> list:
-    """All values, the inputs first, some of them Places; what is not used costs nothing."""
-    values = [x.base + x.offset if isinstance(x, Place) else x for x in inputs]
-    places = {number: x for number, x in enumerate(inputs) if isinstance(x, Place)}
+def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Shared | None = None) -> list:
+    """All values, the inputs first, as scalars; what is not used costs nothing. For arguments see `lower`."""
+    tiles = {number: x for number, x in enumerate(inputs) if isinstance(x, InTile)}
+    indices = [x.index if isinstance(x, InTile) else x for x in inputs]
+    values = [_integer(x) for x in indices]
+    places = {number: x for number, x in enumerate(indices) if isinstance(x, Place)}
+    known, changing = (None, set()) if shared is None else (shared.values, set(shared.changing))
     ranges = ranges_of(program)
     for number, node in enumerate(program.nodes, len(inputs)):
-        if node.op == "const":
+        divided = _divided_in_tile(program, node, tiles)
+        if changing.intersection(operands(node)) and (divided is None or node.op not in QUOTIENTS):
+            changing.add(number)
+        elif known is not None and number in known:
+            values.append(known[number])
+            continue
+        if isinstance(divided, InTile):
+            tiles[number], value = divided, _integer(divided.index)
+            if isinstance(divided.index, Place):
+                places[number] = divided.index
+        elif divided is not None:
+            value = divided
+        elif node.op == "const":
             value = TYPES[node.dtype](node.args[0])
         elif node.op == "argument":
             value = tensors[len(program.tensors) + node.args[0]]
@@ -67,15 +108,38 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = ()) -> lis
             value = places[node.args[0]].to_float()
         elif node.op == "cast":
             value = values[node.args[0]].to(TYPES[node.dtype])
-        elif node.op in ("remainder", "floordiv", "truncdiv", "fmod") and node.dtype in INTEGER:
+        elif node.op in (*QUOTIENTS, *REMAINDERS) and node.dtype in INTEGER:
             value = _divide(node, values, ranges)
         else:
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         kind = TYPES[node.dtype]
         values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
+        if known is not None and number not in changing:
+            known[number] = values[number]
         if place := _place_of_node(program, node, ranges[number], values, places):
             places[number] = place
     return values
+
+
+def _integer(index):
+    return index.base + index.offset if isinstance(index, Place) else index
+
+
+def _divided_in_tile(program: Program, node, tiles: dict):
+    """The quotient of an InTile by a constant multiple of its side, an Int32; the remainder, an InTile; or None."""
+    if node.op not in (*QUOTIENTS, *REMAINDERS) or node.args[0] not in tiles:
+        return None
+    divisor = program.nodes[node.args[1] - len(program.inputs)] if node.args[1] >= len(program.inputs) else None
+    tile = tiles[node.args[0]]
+    if divisor is None or divisor.op != "const" or divisor.args[0] <= 0 or divisor.args[0] % tile.side:
+        return None
+    first, most = Uint32(tile.first), Uint32(divisor.args[0])
+    if node.op in QUOTIENTS:
+        return Int32(first // most)
+    moved = Int32(first % most)
+    if isinstance(tile.index, Place):
+        return InTile(replace(tile.index, base=tile.index.base - tile.first + moved), moved, tile.side)
+    return InTile(tile.index - tile.first + moved, moved, tile.side)
 
 
 def _select(condition, x, y):

@@ -207,6 +207,16 @@ def tables(device, page=32, prompt=270) -> dict:
     ancestor, generator = ancestor.to(device), torch.Generator().manual_seed(7)
     q_score, kv_score = (torch.randn(HEADS, n, generator=generator).to(device, torch.bfloat16) for n in PLAIN)
     threshold = torch.tensor(0.25, device=device)
+    q_tiles, kv_tiles = torch.tensor([2, 0, 3], device=device), torch.tensor([1, 3, 0, 2, 5, 4, 6], device=device)
+
+    def in_sequence(q_side, kv_side):
+        """Rows and columns that are tiles of a longer sequence: a tile of either is at one place in it."""
+
+        def mask(b, h, q_idx, kv_idx):
+            row = q_tiles[q_idx // q_side] * q_side + q_idx % q_side
+            return row >= kv_tiles[kv_idx // kv_side] * kv_side + kv_idx % kv_side
+
+        return mask
 
     def paged(b, h, q_idx, kv_idx):
         """Columns of a cache of pages, of which each item has some, in any order."""
@@ -225,6 +235,8 @@ def tables(device, page=32, prompt=270) -> dict:
         "pages": paged,
         "jagged": lambda b, h, q, kv: (kv >= offsets[sequence[q]]) & (kv < offsets[sequence[q] + 1]),
         "tree": tree,
+        "tiles of a sequence": in_sequence(128, 128),
+        "large and small tiles": in_sequence(256, 64),
         "scores of pairs": lambda b, h, q, kv: q_score[h, q] * kv_score[h, kv] < threshold,
     }
 

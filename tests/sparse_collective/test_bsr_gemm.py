@@ -202,7 +202,8 @@ def test_one_kernel_for_all_patterns(device, path):
 def test_unchecked_indices_in_a_graph(path):
     W, b = operands(bsr_matmul, bsr("power_law", (64, 64), "cuda"), 264)
     bsr_matmul(W, b)
-    fresh, graph = BsrMatrix(**parts(W)), torch.cuda.CUDAGraph()
+    indices = {"crow_indices": W.crow_indices.clone(), "col_indices": W.col_indices.clone()}
+    fresh, graph = BsrMatrix(**parts(W, **indices)), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="check_indices.. before the capture"):
         torch.zeros(1, device="cuda")
         bsr_matmul(fresh, b)
