@@ -58,7 +58,7 @@ def named(alone: torch.nn.Module, model: torch.nn.Module) -> tuple:
 def traffic(model: BsrMixtureOfExperts, x: torch.Tensor, mesh) -> dict:
     """Megabytes that a rank sends to others in each all-to-all, and the largest rank's rows over the mean."""
     with torch.no_grad():
-        moved = torch.tensor(Routing(model.route(x)[1], EXPERTS, mesh).rows(), dtype=torch.float64)
+        moved = torch.tensor(Routing(model.route(x)[1], EXPERTS, mesh).read(), dtype=torch.float64)
     sent = (moved.sum() - moved.trace()) / mesh.size()
     arriving = moved.sum(0)
     return {

@@ -4,25 +4,32 @@ A call sorts its rows (tokens times top_k) by expert, and moves them by an all-t
 that another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one
 synchronization for each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their
 rank sorted them: the order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
+
+What needs no numbers is launched before the host waits for them; the padded layout is computed during the transfer:
+
+    stream      sort [ exchange numbers ] gather rows  [ layout ]                        gather   experts
+    transfers                                          [ rows to other ranks ...      ]
+    host                                 waits ------->  launches                                          <- time
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cute_kernels.runtime.torch_compat import all_gather_single
 
-from ..nn.feed_forward import combined
-from ..padded_rows import Padding, spread, taken
-from .transfer import AllToAll
+from ..nn.feed_forward import combined, sorted_choices
 
 __all__ = ["Routing", "routed_over_ranks"]
 
-Layer = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
+Layers = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
 
 
 class Routing:
@@ -30,101 +37,133 @@ class Routing:
 
     order: (T * k,) int64, the choice that each sorted row is of; choice i is of token i // k.
     slots: (T * k,) int64, the sorted row of each choice.
-    arriving: (ranks, experts of this rank) int64, rows that arrive from each rank, this one included.
+
+    After `read`:
+
+    leaving, arriving: rows to each rank, and from each rank.
+
+    After `lay_out`, for the A rows that arrive and the padded layout that the grouped GEMM reads:
+
+    places: (A,) int64, the place of each row in the layout.
+    sources: (rows,) int64, the row in each place; A in padding.
+    expert_ids: (rows / group_rows,) int32, the expert of each run, numbered from this rank's first.
     """
 
+    leaving: list[int]
+    arriving: list[int]
+    places: Tensor
+    sources: Tensor
+    expert_ids: Tensor
+
     def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
-        self.group, self.rank, self.experts = mesh.get_group(), mesh.get_local_rank(), experts
-        ranks, each, keys = mesh.size(), experts // mesh.size(), choices.flatten()
-        numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
-        self.order = keys.argsort(stable=True)
-        self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
-        keys = keys[self.order]
-        leaving = torch.searchsorted(keys, numbers, right=True) - torch.searchsorted(keys, numbers)
-        table = leaving.new_empty(ranks * experts)
-        all_gather_single(table, leaving, self.group)
-        table = table.view(ranks, ranks, each)  # (from, to, expert)
-        self.arriving = table[:, self.rank]
-        self._rows = table.sum(-1).to("cpu", non_blocking=True)
+        self.group, self.rank, self.experts, self.k = mesh.get_group(), mesh.get_local_rank(), experts, choices.shape[1]
+        self.each = experts // mesh.size()
+        keys, self.order = sorted_choices(choices, experts)
+        # Where each expert's rows begin. Before the first and behind the last are choices that are no expert.
+        numbers = torch.arange(experts + 2, device=keys.device, dtype=keys.dtype)
+        begins = torch.searchsorted(keys, numbers)  # (experts + 2,)
+        table = begins.new_empty(mesh.size() * len(begins))
+        all_gather_single(table, begins, self.group)
+        self._table = table.view(mesh.size(), -1).to("cpu", non_blocking=True)
         self._copied = None if keys.device.type == "cpu" else torch.get_device_module(keys.device).Event()
         if self._copied is not None:
             self._copied.record()
+        self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
 
-    def rows(self) -> list[list[int]]:
-        """Numbers of rows from each rank to each. Synchronizes.
+    def read(self) -> list[list[int]]:
+        """Wait for the numbers of rows, from each rank to each. Synchronizes.
 
         Raises:
-            ValueError: a choice is not an expert.
+            ValueError: a choice of a rank is not an expert; on all ranks, so that none waits for those that raised.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        rows = self._rows.tolist()
-        if (known := sum(rows[self.rank])) != len(self.order):
-            raise ValueError(
-                f"choices must be in [0, {self.experts}), the experts of all ranks; {len(self.order) - known} of "
-                f"{len(self.order)} are not"
-            )
+        table = self._table.tolist()
+        wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
+        if any(wrong.values()):
+            ranks = dist.get_process_group_ranks(self.group)
+            found = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
+            raise ValueError(f"choices must be in [0, {self.experts}), the experts of all ranks; {found} are not")
+        cuts = range(0, self.experts + 1, self.each)
+        rows = [[line[end] - line[begin] for begin, end in itertools.pairwise(cuts)] for line in table]
+        self.leaving, self.arriving = rows[self.rank], [line[self.rank] for line in rows]
         return rows
 
+    def lay_out(self, group_rows: int) -> None:
+        """Compute the padded layout, from numbers that the host has: a copy to the device and six small kernels."""
+        begin, total, device = self.rank * self.each, sum(self.arriving), self.order.device
+        counts = self._table[:, begin : begin + self.each + 1].diff()  # (ranks, experts of this rank)
+        runs = (counts.sum(0) + group_rows - 1) // group_rows
+        ends, expert_ids = group_rows * runs.cumsum(0), torch.arange(self.each, device="cpu").repeat_interleave(runs)
+        first = ends - group_rows * runs + counts.cumsum(0) - counts  # place of the first row of (rank, expert)
+        segments = counts.flatten().cumsum(0)
+        host = torch.cat([segments, first.flatten() - segments + counts.flatten(), expert_ids])
+        if device.type != "cpu":
+            host = host.pin_memory().to(device, non_blocking=True)
+        segments, shift, expert_ids = host.split([counts.numel(), counts.numel(), len(expert_ids)])
+        numbers = torch.arange(total, device=device)
+        self.places = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
+        self.sources = numbers.new_full((group_rows * len(expert_ids),), total).scatter_(0, self.places, numbers)
+        self.expert_ids = expert_ids.int()
 
-def layout(counts: Tensor, total: int, group_rows: int) -> Padding:
-    """Layout for the grouped GEMM of rows that are sorted by rank, then by expert.
 
-    Args:
-        counts: (ranks, experts) int64, rows of each.
-        total: their sum.
-        group_rows: rows of a run.
+def send(x: Tensor, leaving: list[int], arriving: list[int], group: Any) -> tuple[Tensor, Any]:
+    """Start an all-to-all: leaving[r] rows of x (n, N) go to rank r, in the order of ranks.
+
+    Returns:
+        (rows that arrive, and behind them a row of zeros, work to wait for).
     """
-    widths = -(-counts.sum(0) // group_rows) * group_rows  # of each expert's runs
-    ends = widths.cumsum(0)
-    places = ends - widths + counts.cumsum(0) - counts  # of the first row of (rank, expert)
-    segments = counts.flatten().cumsum(0)
-    shift = places.flatten() - segments + counts.flatten()
-    numbers = torch.arange(total, device=ends.device)
-    slots = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
-    runs = total // group_rows + min(total, counts.shape[1])
-    firsts = torch.arange(runs, device=ends.device) * group_rows
-    return Padding(runs * group_rows, slots, torch.searchsorted(ends, firsts, right=True, out_int32=True))
+    total = sum(arriving)
+    out = x.new_empty(total + 1, x.shape[1])
+    out[total:].zero_()
+    raw = [t.view(torch.uint8) for t in (out[:total], x.contiguous())]  # gloo has no 16-bit types
+    return out, dist.all_to_all_single(raw[0], raw[1], arriving, leaving, group=group, async_op=True)
 
 
-class SortRows(torch.autograd.Function):
-    """x (T, K) to (T * k, K): row i is that of choice order[i]. Backward sums a token's k rows, in their order."""
+class Dispatch(torch.autograd.Function):
+    """Rows (rows, K) in the padded layout of this rank's experts, from the tokens x (T, K) of each rank."""
 
     @staticmethod
-    def forward(ctx, x, order, slots, k):
-        ctx.save_for_backward(slots)
-        ctx.k = k
-        return x.index_select(0, order // k)
+    def forward(ctx, x, routing, group_rows):
+        ctx.routing = routing
+        sent = x.index_select(0, routing.order.div(routing.k, rounding_mode="floor"))
+        routing.read()
+        out, work = send(sent, routing.leaving, routing.arriving, routing.group)
+        routing.lay_out(group_rows)
+        work.wait()
+        return out.index_select(0, routing.sources)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        (slots,) = ctx.saved_tensors
-        return dy.index_select(0, slots).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        routing = ctx.routing
+        out, work = send(dy.index_select(0, routing.places), routing.arriving, routing.leaving, routing.group)
+        work.wait()
+        return out.index_select(0, routing.slots).unflatten(0, (-1, routing.k)).sum(1), None, None
 
 
-class UnsortRows(torch.autograd.Function):
-    """Row order[i] of the result is row i of y."""
-
-    @staticmethod
-    def forward(ctx, y, order):
-        ctx.save_for_backward(order)
-        return torch.empty_like(y).index_copy_(0, order, y)
+class Return(torch.autograd.Function):
+    """Results (T * k, N) of this rank's choices, from those in the padded layouts of all ranks (rows, N)."""
 
     @staticmethod
+    def forward(ctx, y, routing):
+        ctx.routing = routing
+        out, work = send(y.index_select(0, routing.places), routing.arriving, routing.leaving, routing.group)
+        work.wait()
+        return out.index_select(0, routing.slots)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        (order,) = ctx.saved_tensors
-        return dy.index_select(0, order), None
+        routing = ctx.routing
+        out, work = send(dy.index_select(0, routing.order), routing.leaving, routing.arriving, routing.group)
+        work.wait()
+        return out.index_select(0, routing.sources), None
 
 
 @torch.compiler.disable(reason="numbers of rows that ranks exchange are read on the host")
 def routed_over_ranks(
-    x: Tensor,
-    choices: Tensor,
-    weights: Tensor,
-    experts: int,
-    group_rows: int,
-    layers: Layer,
-    mesh: Any,
+    x: Tensor, choices: Tensor, weights: Tensor, experts: int, group_rows: int, layers: Layers, mesh: Any
 ) -> Tensor:
     """`nn.feed_forward.routed` with experts over the ranks of a mesh; all ranks must call it together.
 
@@ -138,19 +177,8 @@ def routed_over_ranks(
         mesh: one-dimensional.
 
     Returns:
-        (T, N) of x's dtype, summed in FP32 at least. Differentiable. Synchronizes.
+        (T, N) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
     """
     routing = Routing(choices, experts, mesh)
-    sorted_rows = SortRows.apply(x, routing.order, routing.slots, choices.shape[1])
-    y = through_experts(sorted_rows, routing, group_rows, layers)
-    return combined(UnsortRows.apply(y, routing.order).unflatten(0, choices.shape), weights, x.dtype)
-
-
-def through_experts(x: Tensor, routing: Routing, group_rows: int, layers: Layer) -> Tensor:
-    """Results of the sorted rows."""
-    rows, rank = routing.rows(), routing.rank
-    leaving, arriving = rows[rank], [line[rank] for line in rows]
-    x = AllToAll.apply(x, leaving, arriving, routing.group)
-    padding = layout(routing.arriving, len(x), group_rows)
-    y = taken(layers(spread(x, padding), padding.groups), padding)
-    return AllToAll.apply(y, arriving, leaving, routing.group)
+    y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids)
+    return combined(Return.apply(y, routing).unflatten(0, choices.shape), weights, x.dtype)

@@ -16,7 +16,7 @@ from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 
-__all__ = ["BsrMixtureOfExperts", "SwiGLU", "combined", "routed", "routing_of"]
+__all__ = ["BsrMixtureOfExperts", "SwiGLU", "combined", "routed", "routing_of", "sorted_choices"]
 
 
 class SwiGLU(nn.Module):
@@ -98,13 +98,24 @@ def routing_of(choices: Tensor, experts: int, group_rows: int, elsewhere: bool =
         rows: of the layout, an upper bound that depends on shapes alone.
         slots: (T * k,) int64, the row of each token's first, second, ... choice.
         groups: (rows / group_rows,) int32, the expert of each run.
+        sources: (rows,) int64, the token of each row; see Padding.
     """
-    flat = choices.flatten()
-    order = flat.argsort(stable=True)
-    numbers = torch.arange(experts, device=flat.device, dtype=flat.dtype)
-    ends = torch.searchsorted(flat[order], numbers, right=True)  # (E,)
-    rows, sorted_slots, groups = padding_of(ends, flat.shape[0], group_rows, tail=elsewhere)
-    return Padding(rows, torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots), groups)
+    keys, order = sorted_choices(choices, experts)
+    ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device, dtype=keys.dtype), right=True)  # (E,)
+    padding = padding_of(ends, keys.shape[0], group_rows, tail=elsewhere)
+    slots = torch.empty_like(padding.slots).scatter_(0, order, padding.slots)
+    sources = order[padding.sources].div(choices.shape[1], rounding_mode="floor")
+    return padding._replace(slots=slots, sources=sources)
+
+
+def sorted_choices(choices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Sort choices (T, k), stably: (keys, order), each (T * k,), where key i is of choice order[i], order int64.
+
+    Keys are -1 for negative choices and `experts` for those above, in 16 bits where they fit: a radix sort of these has
+    two passes, of int64 eight.
+    """
+    keys = choices.flatten().clamp(-1, experts)
+    return keys.to(torch.int16 if experts < 2**15 - 1 else torch.int32).sort(stable=True)
 
 
 def routed(
@@ -127,13 +138,38 @@ def routed(
         elsewhere: True if choices may also be `experts` and more; their weights must be 0.
     """
     padding = routing_of(choices, experts, group_rows, elsewhere)
-    y = layers(spread(x.repeat_interleave(choices.shape[1], 0), padding), padding.groups)
+    y = layers(spread(x, padding, choices.shape[1]), padding.groups)
     return combined(taken(y, padding).unflatten(0, choices.shape), weights, x.dtype)
+
+
+class WeightedSum(torch.autograd.Function):
+    """Weighted sums of the choices in y (T, k, N), in FP32 at least; no copy of y in FP32 is written."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, weights: Tensor) -> Tensor:
+        weights = weights.to(torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32))
+        total = y[:, 0] * weights[:, :1]
+        for i in range(1, y.shape[1]):
+            total = torch.addcmul(total, y[:, i], weights[:, i : i + 1])
+        return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        y, weights = ctx.saved_tensors
+        needs_y, needs_weights = ctx.needs_input_grad
+        dy = (grad[:, None] * weights[..., None]).to(y.dtype) if needs_y else None
+        return dy, (grad[:, None] * y).sum(-1).to(weights.dtype) if needs_weights else None
 
 
 def combined(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Weighted sums (T, N) of the results (T, k, N) of each token's choices, in FP32 at least."""
-    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights[..., None]).sum(1).to(dtype)
+    return WeightedSum.apply(y, weights).to(dtype)
 
 
 class BsrMixtureOfExperts(nn.Module):

@@ -124,11 +124,7 @@ def experts_of_transformers(device):
         BsrGroupedLinear(EXPERTS, 96, DIM, True, (32, 32), one_pattern=False, mask=masks[1], **more),
         "gelu", 64,
     )  # fmt: skip
-    own = mesh.get_local_rank() * EXPERTS // mesh.size()
-    absent = torch.tensor([[0, EXPERTS + own], [1, -1]], device=device)
     model = parallelized(alone, mesh)
-    raises(ValueError, "choices must be in [0, 8), the experts of all ranks; 2 of 4", model,
-           normal(2, DIM, device=device), absent, torch.ones(2, 2, device=device))  # fmt: skip
     counts = counts_of(120)
     x = normal(sum(counts), DIM, device=device)
     index, weights = torch.randn(len(x), EXPERTS).topk(2, -1).indices.to(device), normal(len(x), 2, device=device)
@@ -147,6 +143,24 @@ def experts_of_transformers(device):
             p.zero_()
     other.load_state_dict(state)
     assert torch.equal(call(other, own_tokens(x, counts), counts), call(model, own_tokens(x, counts), counts))
+
+
+def choices_that_are_no_expert(device):
+    """Wrong choices of one rank raise on all ranks, and the next call is right."""
+    mesh = mesh_of(device)
+    one, last = ({"device": device, "dtype": dtype_of(device), "density": 0.5}, dist.get_world_size() - 1)
+    alone = BsrExperts(
+        BsrGroupedLinear(EXPERTS, DIM, 192, False, (32, 32), **one),
+        BsrGroupedLinear(EXPERTS, 96, DIM, False, (32, 32), **one), "silu", 64,
+    )  # fmt: skip
+    model = parallelized(alone, mesh)
+    x, weights = normal(3, DIM, device=device), torch.ones(3, 2, device=device)
+    right = torch.tensor([[0, 7], [1, 6], [2, 5]], device=device)
+    for wrong in ([[0, EXPERTS], [1, -1], [2, 3]], [[0, 2**40], [1, -(2**40)], [2, 3]]):
+        choices = torch.tensor(wrong, device=device) if dist.get_rank() == last else right
+        text = f"choices must be in [0, 8), the experts of all ranks; 2 of 6 on rank {last} are not"
+        raises(ValueError, text, model, x, choices, weights)
+        near(model(x, right, weights), alone(x, right, weights))
 
 
 def repeated_calls(device):
@@ -290,6 +304,7 @@ CHECKS = [
     mixture_of_experts,
     some_experts_get_all_tokens,
     experts_of_transformers,
+    choices_that_are_no_expert,
     repeated_calls,
     frozen_and_recomputed,
     compiled_experts,
