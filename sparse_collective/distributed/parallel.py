@@ -7,6 +7,7 @@ its own. Indices are plain buffers of the rank's part; kernels run on local tens
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class TensorParallel(PlacedState):
 
     place: Placed
     bias: nn.Parameter | None
+    tokens_compared = False  # True after a first call in which all ranks had equally many tokens
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -110,8 +112,29 @@ class TensorParallel(PlacedState):
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
         return True
 
+    def compare_tokens(self, x: Any) -> None:
+        """Compare the tokens' shapes on all ranks; collectives take them to be equal. Synchronizes.
+
+        Nothing where shapes are those of a DTensor, and while torch.compile, CUDA graphs or fake tensors record a call.
+
+        Raises:
+            RuntimeError: they differ; on all ranks.
+        """
+        if type(x) is not Tensor or torch.compiler.is_compiling():
+            return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        shape = tuple(x.shape[:-1])
+        check_same(
+            type(self).__name__, f"the shape of the tokens, here {shape},", zlib.crc32(repr(shape).encode()),
+            self.place.mesh, "pad them to one shape, or pass x as a DTensor",
+        )  # fmt: skip
+        self.tokens_compared = True
+
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
+        if not self.tokens_compared:
+            self.compare_tokens(x)
         if self.overlaps(x, routing, options):
             return self.overlapped(x)
         if place.dim == 0:

@@ -37,6 +37,8 @@ class BsrColwiseParallel(ColwiseParallel):
         ValueError: the layer does not fit the partition, or output_layouts need equal ranges of features.
         RuntimeError: ranks hold different patterns.
 
+    The layer's first call raises RuntimeError if ranks pass different numbers of tokens; see docs/howto/distributed.md.
+
     Example::
 
         mesh = init_device_mesh("cuda", (2,))

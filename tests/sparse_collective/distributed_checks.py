@@ -320,6 +320,18 @@ def refused(device):
     raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
 
 
+def uneven_tokens(device):
+    """Ranks with different numbers of tokens raise in a layer's first call, and may call it again."""
+    mesh, rank = mesh_of(device), dist.get_rank()
+    alone, tokens = pair(device)[0], normal(12 * mesh.size(), 128, device=device)
+    for layout in (Replicate(), Shard(0)):
+        model = parallelize_module(copy.deepcopy(alone), mesh, BsrColwiseParallel(input_layouts=layout))
+        text = f"the shape of the tokens, here ({12 + rank},), differs between ranks: ranks [0] agree"
+        raises(RuntimeError, text, model, normal(12 + rank, 128, device=device))
+        x = tokens.chunk(mesh.size())[rank] if layout.is_shard() else tokens
+        near(model(x), alone(tokens).chunk(mesh.size(), -1)[rank])
+
+
 def parallelized(alone, mesh, **options):
     """A copy of a SwiGLU or of a pair, over a mesh."""
     model = copy.deepcopy(alone)
@@ -423,6 +435,7 @@ CHECKS = [
     mixture,
     compiled,
     refused,
+    uneven_tokens,
     optimized,
     states,
     with_fully_shard,
