@@ -53,9 +53,6 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int = 30, sleep: int =
     end = time.perf_counter() + WARM_S
     for call in calls.values():
         call()
-    for _ in range(3):
-        for call in calls.values():
-            call()
     while not agree(time.perf_counter() > end):
         for call in calls.values():
             call()
