@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.reference import GATE
+from cute_kernels.runtime import front
 
 from ..padded_rows import Padding, padding_of, spread, taken
 from .gated import GatedBsrLinear
@@ -148,28 +149,42 @@ class WeightedSum(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(y: Tensor, weights: Tensor) -> Tensor:
+    def forward(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         weights = weights.to(torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32))
-        total = y[:, 0] * weights[:, :1]
-        for i in range(1, y.shape[1]):
-            total = torch.addcmul(total, y[:, i], weights[:, i : i + 1])
-        return total
+        pairs = [(y[:, i], weights[:, i : i + 1]) for i in range(y.shape[1])]
+        if len(pairs) == 1:
+            return rounded(torch.mul, dtype, *pairs[0])
+        total = pairs[0][0] * pairs[0][1]
+        for pair in pairs[1:-1]:
+            total = torch.addcmul(total, *pair)
+        return rounded(torch.addcmul, dtype, total, *pairs[-1])
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         y, weights = ctx.saved_tensors
-        needs_y, needs_weights = ctx.needs_input_grad
-        dy = (grad[:, None] * weights[..., None]).to(y.dtype) if needs_y else None
-        return dy, (grad[:, None] * y).sum(-1).to(weights.dtype) if needs_weights else None
+        grad, wide = grad[:, None], torch.promote_types(torch.promote_types(y.dtype, weights.dtype), torch.float32)
+        dy = dweights = None
+        if ctx.needs_input_grad[0]:
+            dy = rounded(torch.mul, y.dtype, grad, weights.to(wide)[..., None])
+        if ctx.needs_input_grad[1]:
+            dweights = (grad.to(wide) * y).sum(-1).to(weights.dtype)
+        return dy, dweights, None
+
+
+def rounded(op: Callable[..., Tensor], dtype: torch.dtype, *args: Tensor) -> Tensor:
+    """op(*args) in `dtype`; where out= is possible, without a copy in the dtype of the operation."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or front.hidden():
+        return op(*args).to(dtype)
+    return op(*args, out=args[0].new_empty(torch.broadcast_shapes(*[t.shape for t in args]), dtype=dtype))
 
 
 def combined(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Weighted sums (T, N) of the results (T, k, N) of each token's choices, in FP32 at least."""
-    return WeightedSum.apply(y, weights).to(dtype)
+    return WeightedSum.apply(y, weights, dtype)
 
 
 class BsrMixtureOfExperts(nn.Module):
