@@ -1,9 +1,10 @@
-"""Flash attention on the iterators of `cute_kernels`: dense, block-sparse, packed, and for decoding."""
+"""Flash attention on the iterators of `cute_kernels`: dense, block-sparse, selected blocks, packed, and decoding."""
 
 from .masks import mask_mods, patterns, score_mods
 from .masks.block_mask import BlockMask, create_block_mask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
+from .selected.ops import selected_attention
 from .shards import attention_backward, merge
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "patterns",
     "scaled_dot_product_attention",
     "score_mods",
+    "selected_attention",
 ]

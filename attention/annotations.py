@@ -35,3 +35,15 @@ class AttentionOptions(BlockSparseOptions, total=False):
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
+
+
+class SelectedOptions(TypedDict, total=False):
+    """Keyword arguments of selected_attention, besides return_lse."""
+
+    causal: bool
+    softcap: float | None
+    scale: float | None
+    sinks: Tensor | None
+    deterministic: bool | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None

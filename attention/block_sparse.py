@@ -24,6 +24,7 @@ from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
 from .plan import FlashPlan
 from .positions import Offsets, check_offsets, lengths_at
+from .selected.blocks import SelectedBlocks, mask_of
 
 OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
@@ -148,6 +149,8 @@ def _converted(q, k, block_mask) -> BlockMask:
         return mask_cache.of_flex(block_mask)
     if isinstance(block_mask, BsrMatrix):
         return mask_cache.of_bsr(block_mask)
+    if isinstance(block_mask, SelectedBlocks):
+        return mask_of(block_mask, q.shape[1], (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, mask_cache.ElementTensor):
         return mask_cache.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):

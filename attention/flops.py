@@ -29,7 +29,11 @@ def dense_scores(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None, cu_se
 
 
 def block_scores(q: Tensor, k: Tensor, lists: list[Tensor], blocksize: list[int], form: str) -> int:
-    """Number of scores in the nonzero blocks; all scores if the lists cannot be read."""
+    """Number of scores in the nonzero blocks; all scores if the lists cannot be read. For selected blocks that of whole
+    lists."""
+    if form == "selected":
+        (indices, *_), (block_size, _) = lists, blocksize
+        return min(indices.numel() * block_size * (q.shape[1] // max(indices.shape[2], 1)), dense_scores(q, k))
     if form not in ("lists", "flex", "blocks") or not all(readable(t) for t in lists):
         return dense_scores(q, k)
     counts, (bm, bn) = (lists, (128, 128)) if form == "blocks" else (lists[::2], blocksize)

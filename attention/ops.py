@@ -155,11 +155,11 @@ def attention(
         out = attention(q, k, v, causal=True, window_size=(255, 0))
     """
     args = AttentionArgs(
-        q, k, v,  # type: ignore[arg-type]  # `_call` unpacks a Quantized
+        q, k, v,  # type: ignore[arg-type]  # `call` unpacks a Quantized
         out, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, sinks, q_descale, k_descale, v_descale, None,
         score_mod, causal, window_size, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
     )  # fmt: skip
-    return _call(args)
+    return call(args)
 
 
 @overload
@@ -252,14 +252,14 @@ def block_sparse_attention(
     if block_mask is None:
         checks.refuse_mask(block_mask)
     args = AttentionArgs(
-        q, k, v,  # type: ignore[arg-type]  # `_call` unpacks a Quantized
+        q, k, v,  # type: ignore[arg-type]  # `call` unpacks a Quantized
         out, None, None, None, None, sinks, q_descale, k_descale, v_descale, block_mask,
         score_mod, causal, None, softcap, scale, return_lse, deterministic, use_fast_accum, q_offset, k_offset,
     )  # fmt: skip
-    return _call(args)
+    return call(args)
 
 
-def _call(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
+def call(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     """Both ops, with the arguments as the user passed them."""
     if type(args.q) is Quantized or type(args.k) is Quantized or type(args.v) is Quantized:
         args = AttentionArgs(**unpacked_arguments(args.op, args._asdict()))

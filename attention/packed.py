@@ -63,30 +63,35 @@ def plan_packed(args: AttentionArgs) -> FlashPlan:
 
 def check_packed(args: AttentionArgs) -> None:
     """q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv); cu_seqlens (B + 1,) int32."""
-    (q, k, v), cu_seqlens_q, cu_seqlens_k = args[:3], args.cu_seqlens_q, args.cu_seqlens_k
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError(f"{OP}: cu_seqlens_q and cu_seqlens_k must both be given; pass one tensor twice if they agree")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_tensor(f"{OP}: {name}", tensor)
-        if tensor.dim() != 3:
-            raise ValueError(
-                f"{OP}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
-            )
+    q, k, v = args[:3]
+    check_sequences(OP, q, k, v, args.cu_seqlens_q, args.cu_seqlens_k)
     more = fp8.alike(v) if q.dtype == fp8.E4M3 else {}
     batched = [t.transpose(0, 1)[None] for t in (q, k, v)]
     checks.check_qkv(OP, batched[0], batched[1], batched[2], **more)
+
+
+def check_sequences(op: str, q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+    """Check the ranks of q, k and v, and cu_seqlens, two contiguous int32 of one length."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError(f"{op}: cu_seqlens_q and cu_seqlens_k must both be given; pass one tensor twice if they agree")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor(f"{op}: {name}", tensor)
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)}; with cu_seqlens it must be (total, heads, head_dim)"
+            )
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.check_tensor(f"{OP}: {name}", tensor)
+        checks.check_tensor(f"{op}: {name}", tensor)
         if tensor.dtype != torch.int32:
-            raise TypeError(f"{OP}: {name} is {tensor.dtype}; it must be torch.int32")
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be torch.int32")
         if tensor.dim() != 1 or len(tensor) == 0:
-            raise ValueError(f"{OP}: {name} must have shape (sequences + 1,), got {tuple(tensor.shape)}")
+            raise ValueError(f"{op}: {name} must have shape (sequences + 1,), got {tuple(tensor.shape)}")
         if not tensor.is_contiguous():
-            raise ValueError(f"{OP}: {name} has stride {tensor.stride(0)}; call .contiguous()")
-        common.check_device(OP, q.device, **{name: tensor})
+            raise ValueError(f"{op}: {name} has stride {tensor.stride(0)}; call .contiguous()")
+        common.check_device(op, q.device, **{name: tensor})
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
-            f"{OP}: cu_seqlens_q is of {len(cu_seqlens_q) - 1} sequences and cu_seqlens_k of {len(cu_seqlens_k) - 1}"
+            f"{op}: cu_seqlens_q is of {len(cu_seqlens_q) - 1} sequences and cu_seqlens_k of {len(cu_seqlens_k) - 1}"
         )
 
 

@@ -85,7 +85,7 @@ def attention(
     offsets = check_offsets("attention", q_offset, k_offset, sq, sk)
     seen = partial(_seen, q.shape[:3], sk, q.device, (left, right), block_mask, offsets)
     score = _shifted(bound(score_mod, q.device), offsets)
-    out, lse = _by_rows(q, k, v, seen, softcap, scale, sinks, score)
+    out, lse = by_rows(q, k, v, seen, softcap, scale, sinks, score)
     return (out, lse) if return_lse else out
 
 
@@ -337,7 +337,7 @@ def attention_packed(
 
 
 @outside_autocast
-def _by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, sinks=None, score=None) -> tuple:
+def by_rows(q, k, v, seen: Callable[[int, int], Tensor | None], softcap, scale, sinks=None, score=None) -> tuple:
     """O and LSE; seen(begin, end) tells what those rows see, a bool tensor that broadcasts to (B, H, rows, Sk)."""
     (batch, heads, sq, d), (kv_heads, sk, dv) = q.shape, v.shape[1:]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32

@@ -31,6 +31,7 @@ from .masks.function_text import written
 from .masks.score_mod import WHAT as SCORE_MOD
 from .masks.score_text import read_score
 from .plan import gradient_of
+from .selected.blocks import SelectedBlocks
 
 QKV = "Tensor q, Tensor k, Tensor v"
 MASK = (
@@ -274,8 +275,9 @@ def crossing(block_mask) -> tuple:
     """A mask as arguments of a registered op, which `_block_mask` reads; torch.compile traces it.
 
     (form, tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists"
-    of a BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; or one of bool
-    "blocks" or "elements".
+    of a BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; one of bool "blocks"
+    or "elements"; or the lists of blocks that are "selected", with cu_seqlens of packed sequences. Their block size is
+    followed by 1 if they are causal, else 0.
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written_mask(block_mask.mask_mod)
@@ -290,6 +292,9 @@ def crossing(block_mask) -> tuple:
     if isinstance(block_mask, BsrMatrix):
         indices = [block_mask.crow_indices, block_mask.col_indices]
         return "bsr", indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []
+    if isinstance(block_mask, SelectedBlocks):
+        tensors = [t for t in (block_mask.indices, block_mask.cu_seqlens_q, block_mask.cu_seqlens_k) if t is not None]
+        return "selected", tensors, [], [block_mask.block_size, int(block_mask.causal)], None, [], []
     if isinstance(block_mask, cache.ElementTensor):
         return "elements", [block_mask.seen], [], [], None, [], []
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
@@ -326,6 +331,9 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
         return lists[0]
     if form == "elements":
         return cache.ElementTensor(lists[0])
+    if form == "selected":
+        block_size, causal = blocksize
+        return SelectedBlocks(lists[0], block_size, causal != 0, *lists[1:])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 

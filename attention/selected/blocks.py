@@ -1,0 +1,137 @@
+"""Selected KV blocks as a block mask.
+
+Each query token has a list of KV blocks of `block_size` tokens. A row of 128 query tokens computes the union of their
+lists, in 128 x 128 blocks of scores, and an element mask reads a bit per (token, KV block). Both are built on the
+device of the lists, without synchronization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.runtime.front import check_supported
+
+from ..masks.block_mask import BlockMask
+from ..masks.mask_mods import RowRange, both
+
+BLOCK_SIZES = (1, 4, 16, 64, 128)
+SIDE = 128  # rows and columns of a block of scores; a multiple of every block size
+WORD = 32  # bits of a word of membership
+CHUNK = 2**28  # bytes of memory for one part of the rows
+GATHER = sum(2 ** (56 - 7 * i) for i in range(8))  # 8 bytes of 0 or 1, times this: bit 56 + i is byte i
+
+
+class SelectedBlocks(NamedTuple):
+    """Lists of KV blocks as a mask, which selected_attention passes to the ops of block_sparse_attention.
+
+    indices: (B, Sq, G, top) int32; blocks are counted from the first key of the batch index or packed sequence. Entries
+        that are no block of it are ignored.
+    causal: True if a row attends to keys up to its position, in each sequence.
+    cu_seqlens_q, cu_seqlens_k: the first row and column of each packed sequence, with B of 1; both None: B sequences.
+    """
+
+    indices: Tensor
+    block_size: int
+    causal: bool
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """Columns in the selected blocks of a row.
+
+    words: (B, G, Sq, n) int32; bit i of word w is set if block 32 w + i is selected.
+    share: number of heads that have the same list.
+    first: (Sq,) int32, the column at which a row's block 0 begins; None: column 0.
+    """
+
+    words: Tensor
+    share: int
+    block_size: int
+    first: Tensor | None
+
+    def __call__(self, b, h, q, kv):
+        key = kv if self.first is None else (kv - self.first[q]).clamp(min=0)
+        block = key // self.block_size
+        word = self.words[b, h // self.share, q, block // WORD]
+        return ((word >> (block % WORD)) & 1) != 0
+
+
+def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> BlockMask:
+    """The block mask of scores (Sq, Sk) = lengths with this number of heads."""
+    indices, block_size, causal, cu_q, cu_k = selected
+    check_supported("selected_attention", indices)
+    rows, columns = lengths
+    grid = -(-rows // SIDE), -(-columns // SIDE)
+    if 0 in (*indices.shape, heads, *lengths):
+        none = torch.zeros(grid, dtype=torch.bool, device=indices.device)
+        return BlockMask.from_blocks(none, (SIDE, SIDE), lengths=lengths)
+    first = end = None
+    if cu_q is not None and cu_k is not None:
+        first, end = ranges_of(cu_q, cu_k, lengths, causal)
+    words, listed = tables_of(indices, block_size, first, end, columns)
+    share = heads // indices.shape[2]
+    if 1 < indices.shape[2] < heads:
+        listed = listed.repeat_interleave(share, 1)
+    member = Member(words, share, block_size, first)
+    if first is None or end is None:
+        return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=member, causal=causal)
+    visible = both(RowRange(first, end), member)
+    return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=visible)
+
+
+def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:
+    """(first, end), two int32 (rows,): the columns that each row of packed sequences may attend to, none if it belongs
+    to no sequence."""
+    rows, columns = lengths
+    row = torch.arange(rows, dtype=torch.int32, device=cu_q.device)
+    last = len(cu_q) - 2
+    if last < 0:
+        return row * 0, row * 0
+    sequence = torch.searchsorted(cu_q, row, right=True) - 1
+    outside = (sequence < 0) | (sequence > last)
+    sequence = sequence.clamp(0, last)
+    first, end = cu_k[sequence].clamp(0, columns), cu_k[sequence + 1].clamp(0, columns)
+    if causal:  # the last row of a sequence is at its last column
+        end = torch.minimum(end, end - cu_q[sequence + 1] + row + 1)
+    return first.masked_fill(outside, 0), end.masked_fill(outside, 0)
+
+
+def tables_of(
+    indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int
+) -> tuple[Tensor, Tensor]:
+    """(words, listed): the membership of Member, (B, G, Sq, n) int32, and the union of the lists in blocks of scores,
+    bool (B, G, Mq, Mk)."""
+    (batch, rows, groups, top), device = indices.shape, indices.device
+    blocks = -(-columns // block_size)
+    count, cols = -(-blocks // WORD), -(-columns // SIDE)
+    words = torch.empty(batch, groups, rows, count, dtype=torch.int32, device=device)
+    # A column more for entries that are ignored
+    listed = torch.zeros(batch, groups, -(-rows // SIDE) * (cols + 1), dtype=torch.bool, device=device)
+    step = max(1, CHUNK // (batch * groups * (count * WORD + 32 * top)))
+    for begin in range(0, rows, step):
+        part = slice(begin, min(begin + step, rows))
+        index = indices[:, part].transpose(1, 2)  # (B, G, rows of this part, top)
+        ignored = (index < 0) | (index >= blocks)
+        begins = index.masked_fill(ignored, 0) * block_size
+        ends = begins + block_size
+        if first is not None and end is not None:
+            begins, ends = begins + first[part, None], torch.minimum(ends + first[part, None], end[part, None])
+            ignored |= begins >= ends
+        place = torch.arange(part.start, part.stop, device=device)[:, None] // SIDE * (cols + 1)
+        sides = (
+            (begins,) if first is None else (begins, ends - 1)
+        )  # a packed sequence may begin inside a block of scores
+        for column in sides:
+            column = (column // SIDE).masked_fill(ignored, cols)
+            listed.scatter_(-1, (place + column).flatten(2), True)
+        table = torch.zeros(*index.shape[:3], count * WORD + 8, dtype=torch.uint8, device=device)
+        table.scatter_(-1, index.masked_fill(ignored, count * WORD).long(), 1)
+        packed = (table.view(torch.int64)[..., :-1] * GATHER >> 56) & 255
+        words[:, :, part] = packed.to(torch.uint8).view(torch.int32)
+    return words, listed.view(batch, groups, -1, cols + 1)[..., :cols]

@@ -1,0 +1,133 @@
+"""selected_attention: every query token attends to its own list of KV blocks."""
+
+from typing import Literal, Unpack, overload
+
+from torch import Tensor
+
+from cute_kernels.explain import explains
+from cute_kernels.runtime.autocast import any_autocast
+
+from .. import dispatch
+from ..annotations import SelectedOptions
+from ..arguments import AttentionArgs
+from ..operands import autocast
+from ..ops import call
+from ..plan import FlashPlan
+from .blocks import SelectedBlocks
+from .checks import check
+
+
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, *, return_lse: Literal[False] = False,
+    **options: Unpack[SelectedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block_size: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[SelectedOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block_size: int, *, return_lse: bool,
+    **options: Unpack[SelectedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block_size: int,
+    *,
+    causal: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in which every query token has its own list of KV blocks, as in MSA, QSA, NSA and MoBA.
+
+    Args:
+        q, k, v: (B, H, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), see attention; bfloat16 or float16, on the CPU
+            also float32 or float64.
+        indices: (B, Sq, top) or (B, Sq, G, top) int32: the KV blocks of each query token, in any order. G is 1 for one
+            list for all heads, Hkv for one per KV head, or H for one per head of q. Entry i is the keys from
+            i * block_size to before (i + 1) * block_size; the last block may be shorter. Lists that are shorter than
+            `top` are padded with -1. Other entries that are no block of the sequence are ignored as well, and a block
+            that is listed twice counts once.
+        block_size: tokens of a KV block: 1, 4, 16, 64 or 128.
+        causal: True also masks keys after the token's position, inside selected blocks: row i is at position
+            i + Sk - Sq.
+        softcap, scale, return_lse, sinks, deterministic: see attention.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
+            are (total_k, Hkv, D or Dv), and indices are (total_q, top) or (total_q, G, top). Blocks are counted from
+            the first key of each sequence.
+
+    Returns:
+        (B, H, Sq, Dv) with q's dtype; with cu_seqlens (total_q, H, Dv). With return_lse=True also lse, (B, H, Sq) or
+        (H, total_q) float32. A token without an unmasked key gets 0, and an lse of -inf, or its sink.
+
+    Differentiable once in q, k, v and sinks. Selection has no gradient. In backward the memory of the membership, which
+    is Sq * Sk / block_size / 8 bytes per list (B * G lists), is saved with q, k, v, out and lse.
+
+    On a GPU the block lists and bits that the kernels of block_sparse_attention read are built in each call, without
+    synchronization, so a CUDA graph replays with the current contents of indices.
+
+    Raises:
+        TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
+            launch. The contents of indices are not checked.
+        RuntimeError: an argument requires a gradient, and the head dimension is 512 on a GPU; or the GPU is older than
+            sm_80.
+
+    Example:
+        q = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, 2, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        newest = torch.arange(1024, device="cuda", dtype=torch.int32)[None, :, None] // 64  # its own block of 64
+        indices = torch.cat([newest, newest - 1, newest * 0], -1)  # and the one before, and the first
+        out = selected_attention(q, k, v, indices, 64, causal=True)
+    """
+    if any_autocast():
+        q, k, v = autocast(q, k, v)
+    check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
+    args = _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k)
+    args = args._replace(softcap=softcap, scale=scale, return_lse=return_lse, sinks=sinks, deterministic=deterministic)
+    found = call(args)
+    if cu_seqlens_q is None:
+        return found
+    if isinstance(found, Tensor):
+        return found[0].transpose(0, 1).contiguous()
+    out, lse = found
+    return out[0].transpose(0, 1).contiguous(), lse[0]
+
+
+def _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k) -> AttentionArgs:
+    """The same as a call of block_sparse_attention, of packed sequences with B of 1."""
+    packed = cu_seqlens_q is not None
+    if packed:
+        q, k, v, indices = *(t.transpose(0, 1)[None] for t in (q, k, v)), indices[None]
+    lists = indices if indices.dim() == 4 else indices[:, :, None]
+    return AttentionArgs(q, k, v, block_mask=SelectedBlocks(lists, block_size, causal, cu_seqlens_q, cu_seqlens_k))
+
+
+def _plan(
+    q, k, v, indices, block_size, *, causal=False, cu_seqlens_q=None, cu_seqlens_k=None, softcap=None, scale=None,
+    return_lse=False, sinks=None, **options,
+) -> FlashPlan:  # fmt: skip
+    """The plan of the same call of selected_attention."""
+    q, k, v = autocast(q, k, v)
+    check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
+    args = _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k)
+    terms = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "sinks": sinks}
+    return dispatch.plan_attention(args._replace(**terms, **options))
+
+
+explains(selected_attention, _plan)

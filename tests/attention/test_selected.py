@@ -1,0 +1,297 @@
+"""selected_attention against FP64: the reference, the host side of calls on a GPU, the emulator, and GPUs."""
+
+import shutil
+
+import pytest
+import torch
+
+from attention import selected_attention, torch_op
+from attention.selected import reference
+from attention.selected.blocks import SelectedBlocks, mask_of
+from cute_kernels import explain
+from cute_kernels.testing.reference import attention_plainly, normal
+from cute_kernels.testing.selected_blocks import mean_similarity, similar_lists
+
+from ..emulator.emulate import COMPILER
+from ..emulator.ops import on_emulator
+from .parts import FP64, captured, nothing_waits, qkv, rows_first
+from .parts import where_fixture as where_fixture
+from .selected_parts import as_one_sequence, call_of, check, lists, packed_call, seen_of
+from .test_gradients import check as check_gradients
+from .test_gradients import machine_fixture as machine_fixture
+
+OP = torch.ops.attention.block_sparse_attention.default
+
+# name -> (arguments of call_of, its options, options of the call)
+CALLS = {
+    "tokens": ((150, 300, 1, 40), {}, {}),
+    "blocks of 4, one list": ((200, 333, 4, 20), {}, {"causal": True}),
+    "blocks of 16, G = 1": ((130, 260, 16, 5), {"groups": 1}, {"causal": True}),
+    "blocks of 64, per KV head": ((300, 500, 64, 3), {"groups": 2}, {"causal": True}),
+    "blocks of 128, per head": ((300, 500, 128, 2), {"groups": 4}, {}),
+    "one token": ((1, 700, 64, 4), {"groups": 2}, {"causal": True}),
+    "more rows than columns": ((300, 100, 4, 9), {"groups": 2}, {"causal": True}),
+    "all blocks": ((140, 140, 16, 9), {"groups": 4, "heads": 4}, {"causal": True}),
+    "cap, scale": ((140, 200, 16, 5), {"groups": 2, "D": 128, "B": 1}, {"softcap": 3.0, "scale": 0.3}),
+    "no columns": ((100, 0, 64, 2), {}, {"causal": True}),
+    "no batch": ((100, 100, 64, 2), {"B": 0}, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(where, name):
+    sizes, options, terms = CALLS[name]
+    check(*call_of(*sizes, **options, device=where), **terms)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(where, block_size, causal):
+    args, cu = packed_call((60, 0, 140, 9), (77, 13, 140, 0), block_size, 6, device=where)
+    check(*args, causal=causal, **cu)
+
+
+def test_sinks(where):
+    sinks = torch.tensor([0.5, 3.0, -2.0, -torch.inf], device=where)
+    check(*call_of(200, 300, 4, 12, device=where), causal=True, sinks=sinks)
+
+
+def test_strided_lists_and_operands(where):
+    q, k, v, indices, block_size = call_of(200, 300, 4, 12, groups=2, device=where)
+    indices = indices.transpose(1, 2).contiguous().transpose(1, 2)
+    check(*map(rows_first, (q, k, v)), indices, block_size, causal=True)
+
+
+def test_entries_that_are_no_block(where):
+    """They are ignored, in packed sequences also those past the end of their own sequence; a block counts once."""
+    q, k, v, indices, _ = call_of(200, 300, 64, 3, device=where)
+    more = [indices.new_full((2, 200, 1), n) for n in (5, -2, 2**31 - 1, -(2**31))]
+    given = torch.cat([indices, *more, indices[..., :2]], -1)
+    expected = selected_attention(q, k, v, indices, 64)
+    assert torch.equal(selected_attention(q, k, v, given, 64), expected)
+
+
+def test_reference():
+    for causal in (False, True):
+        for groups in (None, 1, 2, 4):
+            q, k, v, indices, block_size = call_of(90, 130, 16, 4, groups=groups, dtype=FP64)
+            out, lse = reference.selected_attention(q, k, v, indices, block_size, causal=causal, softcap=2.0)
+            seen = seen_of(indices, block_size, 4, 130, causal)
+            expected = attention_plainly(q, k, v, seen, softcap=2.0)
+            for mine, true in zip((out, lse), expected, strict=True):
+                torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+        args, cu = packed_call((20, 0, 40), (30, 8, 50), 4, 5)
+        args = *(t.double() for t in args[:3]), *args[3:]
+        out, lse = reference.selected_attention(*args, causal=causal, **cu)
+        q, k, v, seen = as_one_sequence(*args, **cu, causal=causal)
+        expected = attention_plainly(q, k, v, seen)
+        torch.testing.assert_close(out.transpose(0, 1)[None], expected[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(lse[None], expected[1], rtol=1e-10, atol=1e-10)
+
+
+def test_gradcheck():
+    call, terms = call_of(9, 14, 4, 2, groups=2, B=1, D=4, dtype=FP64), {"causal": True, "return_lse": True}
+    q, k, v = (t.requires_grad_() for t in call[:3])
+
+    def attend(q, k, v):
+        out, lse = selected_attention(q, k, v, *call[3:], **terms)
+        return out, lse.masked_fill(lse.isneginf(), 0.0)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+GRADIENTS = {
+    "blocks of 4": ((200, 300, 4, 20), {"B": 1, "H": 2, "heads": 1}, {"causal": True}),
+    "blocks of 128": ((300, 400, 128, 2), {"B": 1, "H": 2, "heads": 2, "groups": 2, "D": 128}, {}),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(machine, name):
+    device, kernels, _ = machine
+    sizes, options, terms = GRADIENTS[name]
+    q, k, v, indices, block_size = call_of(*sizes, **options, device=device)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out, lse = selected_attention(q, k, v, indices, block_size, return_lse=True, **terms)
+    dout, dlse = normal(*out.shape, device=device), normal(*lse.shape, device=device).float()
+    dlse = dlse.masked_fill(lse.isneginf(), 0.0)
+    with kernels():
+        got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    seen = seen_of(indices, block_size, q.shape[1], k.shape[2], terms.get("causal", False))
+    check_gradients(got, q, k, v, seen, dout, dlse)
+
+
+def test_gradients_of_packed_sequences(machine):
+    device, kernels, _ = machine
+    args, cu = packed_call((60, 0, 90), (77, 13, 90), 16, 3, D=64, H=2, heads=1, groups=1, device=device)
+    q, k, v = (t.requires_grad_() for t in args[:3])
+    out, lse = selected_attention(*args, causal=True, return_lse=True, **cu)
+    dout = normal(*out.shape, device=device)
+    with kernels():
+        got = torch.autograd.grad(out, (q, k, v), dout)
+    *operands, seen = as_one_sequence(*args, **cu, causal=True)
+    check_gradients([t.transpose(0, 1)[None] for t in got], *operands, seen, dout.transpose(0, 1)[None], None)
+
+
+@pytest.mark.parametrize("path", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sm_80", "sm_90")])
+def test_emulated_kernels(path):
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    with on_emulator("sm_90", sms=3, path=path):
+        check(*call_of(150, 300, 4, 20, B=1, groups=1), causal=True)
+
+
+# Lists as in trained models
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("similarity", [0.9, 0.0])
+@pytest.mark.parametrize(
+    ("heads", "D", "block_size", "top", "groups"),
+    [((24, 2), 256, 4, 512, 1), ((16, 4), 128, 128, 16, 4), ((16, 4), 128, 64, 16, 4)],
+    ids=["QSA", "MSA", "NSA"],
+)
+def test_models(path, heads, D, block_size, top, groups, similarity):
+    """Forward and backward of 4,096 tokens, against the reference in FP32."""
+    S, (H, kv_heads) = 4096, heads
+    indices = similar_lists(S, S // block_size, top, groups=groups, similarity=similarity, device="cuda")[None]
+    q, k, v = (t.requires_grad_() for t in qkv(S, S, D, B=1, H=H, heads=kv_heads, device="cuda"))
+    out, lse = selected_attention(q, k, v, indices, block_size, causal=True, return_lse=True)
+    dout = normal(*out.shape, device="cuda")
+    got = out, lse, *torch.autograd.grad(out, (q, k, v), dout)
+    wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    right, right_lse = reference.selected_attention(*wide, indices, block_size, causal=True)
+    expected = right, right_lse, *torch.autograd.grad(right, wide, dout.float())
+    for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        error = (mine.float() - true).norm() / true.norm()
+        assert error < (1e-5 if name == "lse" else 8e-3), f"{name}: relative error {error:.2g}"
+
+
+def test_similar_lists():
+    for similarity in (0.5, 0.9):
+        found = similar_lists(300, 256, 32, groups=2, similarity=similarity)
+        assert abs(mean_similarity(found) - similarity) < 0.04
+        assert (found[100:, :, 0] == 0).all() and (found[299].amax(-1) == 255).all()
+    shown = found[found >= 0]
+    assert found.shape == (300, 2, 32) and shown.max() == 255
+    assert ((found[..., 1:] > found[..., :-1]) | (found[..., 1:] == -1)).all()
+
+
+# torch
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("form", ["batch", "packed"])
+def test_under_torch_compile(fresh_dynamo, device, backend, form):
+    if form == "batch":
+        args, terms = call_of(200, 300, 4, 12, groups=2, device=device), {}
+    else:
+        args, terms = packed_call((60, 140), (77, 140), 4, 6, device=device)
+    terms |= {"causal": True, "return_lse": True}
+    q, k, v = (t.requires_grad_() for t in args[:3])
+    dout = normal(*q.shape, device=device)
+
+    def attend(indices):
+        out, lse = selected_attention(q, k, v, indices + 0, args[4], **terms)
+        return out * 1, lse
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=backend)):
+        out, lse = function(args[3])
+        results.append((out, lse, *torch.autograd.grad(out, (q, k, v), dout)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
+
+
+def test_opcheck():
+    q, k, v, indices, block_size = call_of(150, 200, 4, 12, groups=2)
+    mask = torch_op.crossing(SelectedBlocks(indices, block_size, True))
+    torch.library.opcheck(OP, (q, k, v, *mask), {"return_lse": True})
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        selected_attention(q, k, v, indices, block_size)
+    assert counter.get_total_flops() == 4 * 64 * 2 * 4 * 150 * 12 * 4
+
+
+def test_autocast():
+    call = call_of(50, 60, 16, 2, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert selected_attention(*call).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_the_lists_at_each_replay(path):
+    q, k, v, indices, block_size = call_of(300, 500, 4, 30, groups=2, device="cuda")
+    call = lambda: selected_attention(q, k, v, indices, block_size, causal=True)  # noqa: E731
+    call()
+    with nothing_waits():
+        call()
+    graph, out = captured(call)
+    for _ in range(2):
+        indices.copy_(lists(2, 300, 2, top=30, blocks=125, device="cuda"))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_explain():
+    call = call_of(200, 300, 64, 3, groups=2)
+    text = str(explain(selected_attention, *call, causal=True, arch="sm_90"))
+    assert "head_dim 64" in text
+
+
+def test_lists_of_a_mask():
+    """The union of the lists of 128 rows, per query head, without blocks of scores in the future."""
+    indices = torch.full((1, 256, 2, 2), -1, dtype=torch.int32)
+    indices[0, 5, 0, 0], indices[0, 200, 1, 1], indices[0, 6, 1, 0] = 1, 4, 4
+    mask = mask_of(SelectedBlocks(indices, 64, True), 4, (256, 320))
+    assert mask.kv_num_blocks.tolist() == [[[1, 0], [1, 0], [0, 1], [0, 1]]]
+    assert mask.kv_indices[0, :2, 0, 0].tolist() == [0, 0] and mask.kv_indices[0, 2:, 1, 0].tolist() == [2, 2]
+
+
+# Errors
+
+
+def bad(**changes):
+    """Arguments of a call, with changes by name."""
+    names = ("q", "k", "v", "indices", "block_size")
+    return dict(zip(names, call_of(100, 100, 64, 2, groups=2), strict=True)) | changes
+
+
+ERRORS = {
+    "int64": (lambda: bad(indices=lists(2, 100, top=2, blocks=2).long()), TypeError, r"torch.int32.*indices.int\(\)"),
+    "rows": (lambda: bad(indices=lists(2, 99, top=2, blocks=2)), ValueError, r"\(B, Sq, top\).*got \(2, 99, 2\)"),
+    "lists": (
+        lambda: bad(indices=lists(2, 100, 3, top=2, blocks=2)),
+        ValueError,
+        "3 lists per token.*the 2 heads of k",
+    ),
+    "not a tensor": (lambda: bad(indices=[1]), TypeError, "indices must be a torch.Tensor, got list"),
+    "block size": (lambda: bad(block_size=32), ValueError, "one of 1, 4, 16, 64, 128 tokens, got 32"),
+    "a bool": (lambda: bad(block_size=True), ValueError, "block_size must be one of"),
+    "device": (lambda: bad(indices=torch.zeros(2, 100, 2, dtype=torch.int32, device="meta")), ValueError, "on meta"),
+    "dtype": (lambda: bad(v=qkv(100, 100)[2].float()), TypeError, "v is torch.float32"),
+    "causal": (lambda: bad(causal=1), TypeError, "causal must be True or False"),
+    "scale": (lambda: bad(scale=0.0), ValueError, "scale is 0.0; it must be above 0"),
+    "sinks": (lambda: bad(sinks=torch.zeros(3)), ValueError, "sinks has shape"),
+    "return_lse": (lambda: bad(return_lse=1), TypeError, "return_lse must be True or False"),
+    "one of two": (lambda: bad(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), ValueError, "must both be given"),
+    "packed rank": (
+        lambda: bad(**dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(2, dtype=torch.int32))),
+        ValueError,
+        r"must be \(total, heads, head_dim\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    make, error, text = ERRORS[name]
+    with pytest.raises(error, match=f"selected_attention: .*{text}" if "causal" not in name else text):
+        selected_attention(**make())
