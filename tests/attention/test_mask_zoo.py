@@ -14,6 +14,7 @@ from cute_kernels.runtime import inspect
 from cute_kernels.runtime.compile import cubin_of
 from cute_kernels.runtime.families import compile_kernel
 
+from .lowered_mask import lowered
 from .mask_zoo import BATCH, HEADS, lengths, masks
 from .parts import ON_GPU, check, qkv, where_fixture  # noqa: F401 (fixtures are used by name)
 
@@ -57,6 +58,16 @@ def test_attention(where, name):
     mask = create_block_mask(masks(torch.device(where))[name], BATCH, HEADS, *lengths(name), device=where)
     assert torch.equal(mask.to_dense().cpu(), truth(name))
     check(*qkv(*lengths(name), B=BATCH, H=HEADS, device=where), block_mask=mask)
+
+
+@every_mask
+@pytest.mark.parametrize("by_rows", [False, True], ids=["columns", "rows"])
+def test_lowered(name, by_rows):
+    """What kernels compute of a tile, whose columns (forward) or rows (backward) share values."""
+    if name == "noop":
+        pytest.skip("it has no program")
+    found = lowered(masks(CPU)[name], BATCH, HEADS, *lengths(name), by_rows)
+    assert torch.equal(found, truth(name))
 
 
 def inspected(facts: FlashFacts) -> tuple:
