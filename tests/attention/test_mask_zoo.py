@@ -63,7 +63,7 @@ def test_attention(where, name):
 @every_mask
 @pytest.mark.parametrize("by_rows", [False, True], ids=["columns", "rows"])
 def test_lowered(name, by_rows):
-    """What kernels compute of a tile, whose columns (forward) or rows (backward) share values."""
+    """The operations of kernels on a tile, whose columns (forward) or rows (backward) share values."""
     if name == "noop":
         pytest.skip("it has no program")
     found = lowered(masks(CPU)[name], BATCH, HEADS, *lengths(name), by_rows)
