@@ -1,9 +1,9 @@
 """Context-parallel attention on more GPUs than there are: `python -m bench distributed --simulate N ...`.
 
 A plan says how many blocks each rank computes and how many tiles it receives, from its own host and from others. The
-time of the slowest rank follows from three numbers that bench/results/<card>/distributed.json has measured: time of a
-block, and bandwidths of moving K and V and of returning their gradients. Across hosts, which were not measured, each
-GPU has HOST_GBS.
+time of the slowest rank follows from numbers that bench/results/<card>/distributed.json has measured: time of a block,
+time of the shards' kernels over those of the whole (rows with one rank; 1 without them), and bandwidths of moving K and
+V and of returning their gradients. Across hosts, which were not measured, each GPU has HOST_GBS.
 
 Nothing overlaps, as in attention.distributed. Masks are those of cases_distributed_attention, of TOKENS tokens for each
 rank, and at least of the length that was measured. Long sequences are planned in coarser tiles.
@@ -70,10 +70,13 @@ def all_or_some(size: int) -> list[int]:
     return list(range(size)) if size <= 16 else [i * (size - 1) // 15 for i in range(16)]
 
 
-def predicted(name: str, length: int, size: int, block_ms: list[float], gather_gbs: float, reduce_gbs: float) -> dict:
+def predicted(
+    name: str, length: int, size: int, block_ms: list[float], kernels: list[float], gather_gbs: float, reduce_gbs: float
+) -> dict:
     """Efficiencies of one GPU's rate, forward and backward, and what limits them.
 
-    block_ms: milliseconds of a block of 128 x 128 of all heads, forward and backward.
+    block_ms: milliseconds of a block of 128 x 128 of all heads, forward and backward, on one GPU.
+    kernels: time of the shards' kernels over those of one GPU, forward and backward.
     """
     each = coarse(length)
     mask = mask_of(name, length)
@@ -84,7 +87,7 @@ def predicted(name: str, length: int, size: int, block_ms: list[float], gather_g
     for plan in made:
         near, far = (n * plan.tile * each * PACKED_BYTES / 1e6 for n in received(plan))  # MB; MB / (GB/s) is ms
         gather, reduce = near / gather_gbs + far / HOST_GBS, 2 * (near / reduce_gbs + far / HOST_GBS)
-        work = [blocks(plan) * share * each**2 * ms for ms in block_ms]
+        work = [blocks(plan) * share * each**2 * ms * k for ms, k in zip(block_ms, kernels, strict=True)]
         slowest = [max(slowest[0], work[0] + gather), max(slowest[1], work[1] + gather + reduce)]
         moved = max(moved, near + far)
     ideal = [total * share * each**2 * ms / size for ms in block_ms]
@@ -95,13 +98,19 @@ def predicted(name: str, length: int, size: int, block_ms: list[float], gather_g
 
 
 def measured(path: Path) -> list[dict]:
-    """Rows of context-parallel attention in a distributed.json."""
+    """Rows of context-parallel attention in a distributed.json, with `kernels` of their shards on one GPU."""
     rows = json.loads(path.read_text())["rows"]
-    return [row for row in rows if row["name"].startswith("attention") and "gather_ms" in row]
+    kernels = {problem_of(row): row["over_whole"] for row in rows if "over_whole" in row}
+    found = [row for row in rows if row["name"].startswith("attention") and "gather_ms" in row]
+    return [row | {"kernels": kernels.get(problem_of(row), [1.0, 1.0])} for row in found]
 
 
-def parameters(row: dict) -> tuple[str, int, list[float], float, float]:
-    """(name, length, block_ms, gather_gbs, reduce_gbs) of a measured row."""
+def problem_of(row: dict) -> str:
+    return row["name"].rpartition(", ")[0]
+
+
+def parameters(row: dict) -> tuple[str, int, list[float], list[float], float, float]:
+    """(name, length, block_ms, kernels, gather_gbs, reduce_gbs) of a measured row."""
     _, name, length = row["name"].removesuffix(", sharded").rsplit(" tokens")[0].partition("attention, ")
     name, _, length = length.rpartition(", ")
     tokens = int(length.removesuffix("k")) * 1024
@@ -109,7 +118,7 @@ def parameters(row: dict) -> tuple[str, int, list[float], float, float]:
     count = share_of(name) * int((mask.kv_num_blocks + mask.full_kv_num_blocks).sum())
     moved = row["moved_mb"]
     rates = moved / row["gather_ms"], 2 * moved / row["reduce_ms"]
-    return name, tokens, [ms / count for ms in row["one_gpu_ms"]], *rates
+    return name, tokens, [ms / count for ms in row["one_gpu_ms"]], row["kernels"], *rates
 
 
 def simulate(path: Path, ranks: list[int]) -> list[dict]:
