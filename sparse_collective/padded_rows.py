@@ -24,13 +24,11 @@ class Padding(NamedTuple):
     rows: of the layout, a multiple of group_rows; an upper bound that depends on shapes alone.
     slots: (T,) int64, the place of each row in the layout.
     groups: (rows / group_rows,) int32, the expert of each run; at least the number of experts for padding.
-    sources: (rows,) int64, the row in each place; padding has a row of the same expert, so that NaN stays with it.
     """
 
     rows: int
     slots: Tensor
     groups: Tensor
-    sources: Tensor
 
 
 def padding_of(ends: Tensor, total: int, group_rows: int, tail: bool) -> Padding:
@@ -51,10 +49,7 @@ def padding_of(ends: Tensor, total: int, group_rows: int, tail: bool) -> Padding
     runs = total // group_rows + min(total, ends.shape[0] + int(tail))
     firsts = torch.arange(runs, device=ends.device) * group_rows
     groups = torch.searchsorted(ends + shift[1:], firsts, right=True, out_int32=True)
-    lasts = torch.nn.functional.pad(ends - total, (0, 1)) + (total - 1)  # last row of each expert, and of the tail
-    places = torch.arange(runs * group_rows, device=ends.device).view(runs, group_rows)
-    sources = torch.minimum(places - shift[groups, None], lasts[groups, None]).flatten()
-    return Padding(runs * group_rows, slots, groups, sources)
+    return Padding(runs * group_rows, slots, groups)
 
 
 def padding_for(op: str, x: Tensor, W, offs: Tensor, group_rows: int | None) -> Padding:
@@ -89,10 +84,14 @@ def padding_for(op: str, x: Tensor, W, offs: Tensor, group_rows: int | None) -> 
 
 
 def spread(x: Tensor, padding: Padding, each: int = 1) -> Tensor:
-    """Rows of x (T, ...) in the padded layout. `each` places have the same row: padding.slots are (T * each,)."""
-    if x.dtype in FLOAT8:  # index_select has no kernel for them
-        return x.view(torch.uint8).index_select(0, padding.sources).view(x.dtype)
-    return _Spread.apply(x, padding.sources, padding.slots, each)
+    """Rows of x (T, ...) in the padded layout, zeros between them.
+
+    Args:
+        each: places of a row, which follow each other in padding.slots (T * each,).
+    """
+    if x.dtype in FLOAT8:  # index_copy has no kernel for them; bits of zero are zero
+        return _Spread.apply(x.view(torch.uint8), padding.slots, padding.rows, each).view(x.dtype)
+    return _Spread.apply(x, padding.slots, padding.rows, each)
 
 
 def spread_scale(op: str, scale: Tensor | None, x: Tensor, padding: Padding) -> Tensor | None:
@@ -109,17 +108,29 @@ def spread_scale(op: str, scale: Tensor | None, x: Tensor, padding: Padding) -> 
 
 
 class _Spread(torch.autograd.Function):
-    """x.index_select(0, sources); a row's gradient is that of its places, which are summed in their order."""
+    """Rows of x (T, ...) in the places `slots` (T * each,), which differ; backward sums each row's, in their order."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, sources: Tensor, slots: Tensor, each: int) -> Tensor:
-        return x.index_select(0, sources)
+    def forward(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
+        out = x.new_zeros(rows, *x.shape[1:])
+        to = out
+        if not torch.compiler.is_compiling() and x.dim() > 1 and x.shape[-1] * x.element_size() % 8 == 0:
+            # torch's kernel copies an element at a time, so 8 bytes at a time take a quarter of the steps of BF16.
+            x = (
+                x.contiguous()
+                if x.storage_offset() * x.element_size() % 8 == 0
+                else x.clone(memory_format=torch.contiguous_format)
+            )
+            x, to = x.view(torch.int64), out.view(torch.int64)
+        for places in slots.unflatten(0, (-1, each)).unbind(1):
+            to.index_copy_(0, places, x)
+        return out
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, _, slots, ctx.each = inputs
+        _, slots, _, ctx.each = inputs
         ctx.save_for_backward(slots)
 
     @staticmethod
@@ -147,32 +158,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (slots,) = ctx.saved_tensors
-        return _Placed.apply(dy, slots, ctx.rows), None
-
-
-class _Placed(torch.autograd.Function):
-    """Rows of y in the places `slots` of a tensor of zeros."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, slots: Tensor, rows: int) -> Tensor:
-        out = y.new_zeros(rows, *y.shape[1:])
-        if torch.compiler.is_compiling() or y.dim() < 2 or y.shape[-1] * y.element_size() % 8:
-            return out.index_copy_(0, slots, y)
-        # torch's kernel copies an element at a time, so 8 bytes at a time take a quarter of the steps of BF16.
-        y = y.contiguous() if y.storage_offset() * y.element_size() % 8 == 0 else y.clone()
-        out.view(torch.int64).index_copy_(0, slots, y.view(torch.int64))
-        return out
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        (slots,) = ctx.saved_tensors
-        return _Taken.apply(dy, slots), None, None
+        return _Spread.apply(dy, slots, ctx.rows, 1), None
 
 
 def taken(y: Tensor, padding: Padding) -> Tensor:

@@ -99,14 +99,11 @@ def routing_of(choices: Tensor, experts: int, group_rows: int, elsewhere: bool =
         rows: of the layout, an upper bound that depends on shapes alone.
         slots: (T * k,) int64, the row of each token's first, second, ... choice.
         groups: (rows / group_rows,) int32, the expert of each run.
-        sources: (rows,) int64, the token of each row; see Padding.
     """
     keys, order = sorted_choices(choices, experts)
     ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device, dtype=keys.dtype), right=True)  # (E,)
-    padding = padding_of(ends, keys.shape[0], group_rows, tail=elsewhere)
-    slots = torch.empty_like(padding.slots).scatter_(0, order, padding.slots)
-    sources = order[padding.sources].div(choices.shape[1], rounding_mode="floor")
-    return padding._replace(slots=slots, sources=sources)
+    rows, sorted_slots, groups = padding_of(ends, keys.shape[0], group_rows, tail=elsewhere)
+    return Padding(rows, torch.empty_like(sorted_slots).scatter_(0, order, sorted_slots), groups)
 
 
 def sorted_choices(choices: Tensor, experts: int) -> tuple[Tensor, Tensor]:

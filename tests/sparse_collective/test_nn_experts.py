@@ -75,13 +75,9 @@ def test_grouped_linear(place, one_pattern, given):
 def test_routing():
     for tokens, k, experts, group in ((1, 1, 4, 64), (50, 2, 3, 64), (300, 3, 8, 64), (0, 2, 4, 64), (7, 4, 4, 128)):
         choices = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]) if tokens else torch.zeros(0, k)
-        rows, slots, groups, sources = routing_of(choices.long(), experts, group)
+        rows, slots, groups = routing_of(choices.long(), experts, group)
         assert slots.unique().numel() == tokens * k and rows == group * len(groups)
         assert torch.equal(groups[slots // group].long(), choices.long().flatten())
-        assert torch.equal(sources[slots], torch.arange(tokens).repeat_interleave(k))
-        used = groups < experts  # padding has a token of the same expert
-        chosen = (choices.long()[sources].view(*groups.shape, group, k) == groups[:, None, None]).any(-1)
-        assert chosen[used].all()
 
 
 @pytest.mark.parametrize("one_pattern", [True, False])
