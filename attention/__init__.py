@@ -5,6 +5,7 @@ from .masks.block_mask import BlockMask, create_block_mask
 from .ops import attention, block_sparse_attention
 from .sdpa import scaled_dot_product_attention
 from .selected.ops import selected_attention
+from .selected.select import select_blocks
 from .shards import attention_backward, merge
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "patterns",
     "scaled_dot_product_attention",
     "score_mods",
+    "select_blocks",
     "selected_attention",
 ]
