@@ -2,10 +2,10 @@
 
     tiles of 1 process       0  1  2  3 | 4  5  6  7 | 8  9 10 11       work of a causal mask: 10, 26, 42
     head_tail                0  1 10 11 | 2  3  8  9 | 4  5  6  7                              26, 26, 26
-    longest_first            0  5  6 11 | 1  4  7 10 | 2  3  8  9                              26, 26, 26
+    balanced                 4  5  6  7 | 0  1 10 11 | 2  3  8  9                              26, 26, 26
 
 `contiguous` moves least, and balances masks whose rows are all alike, such as windows. `head_tail` balances causal
-masks. `longest_first` balances any mask: rows are dealt by their number of blocks, the longest first, to and fro.
+masks. `balanced` balances any mask by the number of blocks of each row, with few ranges of tiles for each process.
 
 `dealt` computes on the device of the work, and does not synchronize.
 """
@@ -13,7 +13,7 @@ masks. `longest_first` balances any mask: rows are dealt by their number of bloc
 import torch
 from torch import Tensor
 
-DEALS = ("contiguous", "head_tail", "longest_first")
+DEALS = ("contiguous", "head_tail", "balanced")
 # A tile of K and V of one head takes some 220 ns over NVLink (64 KB, 300 GB/s), a block of scores of 128 x 128 some
 # 14 ns. With 4 query heads for each KV head, a tile that moves costs as much as 4 blocks of each head.
 BLOCKS_PER_TILE = 4
@@ -32,14 +32,33 @@ def dealt(work: Tensor, size: int, deal: str) -> Tensor:
         work: (tiles,) blocks of each row of tiles.
     """
     tiles = torch.arange(padded(len(work), size, deal), device=work.device)
-    if deal == "contiguous":
+    if deal == "contiguous" or len(tiles) == 0:
         return tiles.view(size, -1)
     if deal == "head_tail":
         chunks = tiles.view(2 * size, -1)
         return torch.cat([chunks[:size], chunks[size:].flip(0)], 1)
-    work = torch.nn.functional.pad(work, (0, len(tiles) - len(work)), value=-1)
-    rounds = work.sort(descending=True, stable=True).indices.view(-1, size)
-    return torch.cat([rounds[0::2], rounds[1::2].flip(1)]).T.sort(1).values
+    work = torch.nn.functional.pad(work, (0, len(tiles) - len(work)))
+    return torch.cat(balanced(tiles[None], work, size)).sort(1).values
+
+
+def balanced(rings: Tensor, work: Tensor, parts: int) -> list[Tensor]:
+    """Cut rings of tiles, int64 (rings, tiles), into `parts` pieces each, of equally many tiles and about equal work.
+
+    Windows of a ring with a given number of tiles have, on average, their share of its work, and neighboring windows
+    differ by two tiles. So some window is within half of the largest tile of its share: one piece is cut there, and the
+    rest is a ring again.
+    """
+    if parts == 1:
+        return [rings]
+    n, some = rings.shape[1], parts // 2
+    length = n // parts * some
+    each = work[rings]
+    ends = (each * n - each.sum(1, keepdim=True)).cumsum(1)  # 0 at the end; whole numbers, the same in all processes
+    begin = (ends.roll(1 - length, 1) - ends.roll(1, 1)).abs_().argmin(1, keepdim=True)
+    rings = rings.gather(1, (begin + torch.arange(n, device=work.device)) % n)
+    if parts == 2 * some:
+        return balanced(rings.view(-1, length), work, some)
+    return [*balanced(rings[:, :length], work, some), *balanced(rings[:, length:], work, parts - some)]
 
 
 def cost(loads: list[float], counts: list[list[int]], blocks: int) -> float:

@@ -137,7 +137,7 @@ def plan_context_parallel(
         length: tokens of the whole sequence, S, if mask is None.
         causal, window_size: see attention.
         cu_seqlens: (B + 1,) int32, for packed sequences: tokens attend to their own sequence only.
-        deal: which tokens each process has: "contiguous", "head_tail" or "longest_first", see deal.py; or "auto", the
+        deal: which tokens each process has: "contiguous", "head_tail" or "balanced", see deal.py; or "auto", the
             one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.

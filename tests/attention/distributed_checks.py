@@ -35,7 +35,7 @@ def masks(device):
     yield window, {"length": LENGTH, "causal": True, "window_size": (200, None)}
     yield packed, {"length": LENGTH, "causal": True, "cu_seqlens": documents(device)}
     yield per_head, {"mask": per_head}
-    yield causal, {"mask": causal.to_flex(), "deal": "longest_first"}
+    yield causal, {"mask": causal.to_flex(), "deal": "balanced"}
     yield causal, {"mask": causal, "deal": "contiguous"}
 
 

@@ -102,7 +102,7 @@ def packed(device):
 def windows(device):
     """Layers of two kinds, of one kind, and with sinks."""
     mesh = mesh_of(device)
-    plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True, deal="longest_first")
+    plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True, deal="balanced")
     window = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True, window_size=(WINDOW - 1, 0), deal=plan)
     compare(model_of(device, "Gemma3", **BOTH), {None: plan, WINDOW: window}, device)
     compare(model_of(device, "Mistral", sliding_window=WINDOW), {None: plan, WINDOW: window}, device)

@@ -56,7 +56,7 @@ def _same_tokens(a: ContextParallelPlan, b: ContextParallelPlan) -> bool:
     """True if both deal the same tokens to each process."""
     facts = [(plan.length, plan.tile, plan.rank, plan.size, plan.deal) for plan in (a, b)]
     return facts[0] == facts[1] and (
-        a.deal != "longest_first" or a.tiles is b.tiles or torch.equal(a.tiles, b.tiles.to(a.tiles.device))
+        a.deal != "balanced" or a.tiles is b.tiles or torch.equal(a.tiles, b.tiles.to(a.tiles.device))
     )
 
 
