@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import cute_kernels
 import sparse_collective as sc
-from attention import BlockMask, attention, block_sparse_attention
+from attention import BlockMask, attention, block_sparse_attention, select_blocks, selected_attention
 from cute_kernels import Quantized, Sparse24, gemm, prune_2_4, quantize
 from sparse_collective.nn import BsrLinear, GatedBsrLinear, SwiGLU
 
@@ -61,6 +61,12 @@ def attentions(q: Tensor, mask: BlockMask, with_lse: bool) -> None:
     assert_type(block_sparse_attention(q, q, q, mask, return_lse=False), Tensor)
     assert_type(block_sparse_attention(q, q, q, mask, return_lse=True, q_offset=3), tuple[Tensor, Tensor])
 
+    assert_type(select_blocks(q, q, 8, 64, causal=True), Tensor)
+    assert_type(selected_attention(q, q, q, select_blocks(q, q, 8, 64), 64, causal=True), Tensor)
+    assert_type(selected_attention(q, q, q, q, 64, return_lse=True), tuple[Tensor, Tensor])
+
+    selected_attention(q, q, q, q, 64, window_size=(None, 0))  # type: ignore[call-overload]
+    select_blocks(q, q, 8, 64, pool="min")  # type: ignore[arg-type]
     attention(q, q, q, mask)  # type: ignore[call-overload]
     attention(q, q, q, window=(None, 0))  # type: ignore[call-overload]
     block_sparse_attention(q, q, q, mask, window_size=(None, 0))  # type: ignore[call-overload]

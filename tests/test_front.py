@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import attention, block_sparse_attention, scaled_dot_product_attention
+from attention import attention, block_sparse_attention, scaled_dot_product_attention, selected_attention
 from cute_kernels import gemm
 from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
@@ -44,6 +44,8 @@ def ops(place) -> dict:
     groups = torch.tensor([1, 0], dtype=torch.int32, device=place)
     blocks = torch.ones(1, 1, dtype=torch.bool, device=place)
 
+    indices = torch.zeros(2, 16, 1, dtype=torch.int32, device=place)
+
     def steeper(score, b, h, q, kv):
         return score - 0.1 * (q - kv).abs()
 
@@ -65,6 +67,7 @@ def ops(place) -> dict:
         "attention": (lambda q: attention(q, q, q, causal=True), q, lambda q: sdpa(q, q, q, is_causal=True)),
         "attention, score_mod": (lambda q: attention(q, q, q, score_mod=steeper), q, None),
         "block_sparse_attention": (lambda q: block_sparse_attention(q, q, q, blocks), q, lambda q: sdpa(q, q, q)),
+        "selected_attention": (lambda q: selected_attention(q, q, q, indices, 16), q, lambda q: sdpa(q, q, q)),
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from attention import attention, scaled_dot_product_attention
+from attention import attention, scaled_dot_product_attention, select_blocks, selected_attention
 from cute_kernels import Sparse24, gemm, prune_2_4, quantize
 from cute_kernels.testing.reference import normal
 from sparse_collective import (
@@ -120,6 +120,11 @@ def fp8_out(x, w):
     return y.float() + amax
 
 
+def selected(x):
+    indices = select_blocks(heads(x), heads(x), 3, 16, causal=True, local=1, pool="max", groups=2)
+    return selected_attention(heads(x), heads(x), heads(x), indices, 16, causal=True)
+
+
 def fp8_attention(x):
     pairs = [quantize(heads(x)[None], per="head") for _ in "qkv"]
     scales = {f"{name}_descale": scale for name, (_, scale) in zip("qkv", pairs, strict=True)}
@@ -150,6 +155,7 @@ TRAINED = {
     "BsrMixtureOfExperts": experts,
     "mask_2_4_": lambda d: dense(d, mask_2_4_),
     "attention": lambda d: lambda x: attention(heads(x), heads(x), heads(x), causal=True),
+    "selected_attention": lambda d: selected,
     "scaled_dot_product_attention": lambda d: lambda x: scaled_dot_product_attention(heads(x), heads(x), heads(x)),
 }
 OF_ROWS = {"bsr_grouped_linear": grouped}  # x has two dimensions

@@ -16,7 +16,7 @@ from torch.nn import functional as nnf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, block_sparse_attention, scaled_dot_product_attention
+from attention import attention, block_sparse_attention, scaled_dot_product_attention, selected_attention
 from cute_kernels import gemm
 from cute_kernels.reference import GATE
 from cute_kernels.testing.reference import normal
@@ -140,6 +140,7 @@ def attentions(tensor: Callable, place: str) -> dict[str, tuple]:
     long = {name: tensor(1, 2, 128, 64) for name in "qkv"}
     sinks, table = tensor(2), tensor(2).float()
     blocks = torch.ones(1, 1, dtype=torch.bool, device=place)
+    indices = torch.zeros(1, 128, 1, dtype=torch.int32, device=place)
     causal = torch.ones(16, 32, dtype=torch.bool).tril(16)
     starts = torch.tensor([0, 32], dtype=torch.int32, device=place)
 
@@ -174,6 +175,10 @@ def attentions(tensor: Callable, place: str) -> dict[str, tuple]:
         "block_sparse_attention": (
             lambda q, k, v, sinks: block_sparse_attention(q, k, v, blocks, sinks=sinks), lambda **t: softmax(**t)[0],
             long | {"sinks": sinks},
+        ),
+        "selected_attention": (
+            lambda q, k, v, sinks: selected_attention(q, k, v, indices, 128, sinks=sinks),
+            lambda **t: softmax(**t)[0], long | {"sinks": sinks},
         ),
         "block_sparse_attention, score_mod": (
             scored(block_sparse_attention, blocks), by_torch, long | {"table": table}

@@ -61,7 +61,7 @@ CASES = {
 @PLACES
 @pytest.mark.parametrize("name", CASES)
 def test_lists(where, name, monkeypatch):
-    monkeypatch.setattr("attention.selected.select.CHUNK", 40_000)  # several parts
+    monkeypatch.setattr("attention.selected.top_blocks.CHUNK", 40_000)  # several parts
     lengths, shape, sizes, terms = CASES[name]
     q, k = indexer(*lengths, **shape, device=where)
     found = select_blocks(q, k, *sizes, **terms)
@@ -71,6 +71,13 @@ def test_lists(where, name, monkeypatch):
 def test_no_rows_and_no_columns():
     assert select_blocks(*indexer(0, 20), 3, 4).shape == (2, 0, 3)
     assert (select_blocks(*indexer(5, 0), 3, 4, groups=2) == -1).all()
+
+
+def test_autocast_changes_nothing():
+    q, k = (t.float() / 3 for t in indexer(40, 200))
+    expected = select_blocks(q, k, 6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(select_blocks(q, k, 6, 4), expected)
 
 
 def test_under_torch_compile():
