@@ -15,15 +15,16 @@ OP = "selected_attention"
 
 
 def check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k) -> None:
-    """Check all arguments of selected_attention; inside a torch.compile trace only the lists, and the op checks q, k, v
-    and sinks."""
+    """Check all arguments of selected_attention; inside a torch.compile trace and on the meta device only the lists,
+    and the op checks q, k, v and sinks."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    compiling = is_compiling()
-    if not compiling:
+    traced = is_compiling()
+    if not traced:
         for name, tensor in (("q", q), ("k", k), ("v", v), ("indices", indices)):
             common.check_tensor(f"{OP}: {name}", tensor)
-        if packed:
-            check_sequences(OP, q, k, v, cu_seqlens_q, cu_seqlens_k)
+        traced = q.is_meta
+    if packed and not traced:
+        check_sequences(OP, q, k, v, cu_seqlens_q, cu_seqlens_k)
     rank = 3 if packed else 4
     if q.dim() != rank or k.dim() != rank or v.dim() != rank:
         expected = "(total, heads, head_dim) with cu_seqlens" if packed else "(batch, heads, length, head_dim)"
@@ -35,7 +36,7 @@ def check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sink
     window_bounds(None, causal)
     if not isinstance(return_lse, bool):
         raise TypeError(f"{OP}: return_lse must be True or False, got {return_lse!r}")
-    if not compiling:
+    if not traced:
         checks.check_qkv(OP, q, k, v)
         check_sinks(OP, sinks, q)
         checks.check_scale(OP, scale, softcap)
@@ -52,7 +53,8 @@ def check_indices(indices, q, k, packed: bool) -> None:
     """Check the lists against q (B, H, Sq, D) and k (B, Hkv, Sk, D); B is 1 for packed sequences."""
     if indices.dtype != torch.int32:
         raise TypeError(f"{OP}: indices must be torch.int32, got {indices.dtype}; call indices.int()")
-    common.check_device(OP, q.device, indices=indices)
+    if indices.device != q.device:
+        raise ValueError(f"{OP}: indices is on {indices.device}, q on {q.device}; move it with .to()")
     (batch, heads, rows, _), kv_heads = q.shape, k.shape[1]
     lead, names = ((rows,), "total_q") if packed else ((batch, rows), "B, Sq")
     if indices.dim() not in (len(lead) + 1, len(lead) + 2) or tuple(indices.shape[: len(lead)]) != lead:

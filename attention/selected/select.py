@@ -5,8 +5,6 @@ from typing import Literal
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cute_kernels import checks as common
-
 from .checks import check_block_size
 from .top_blocks import lists_of
 
@@ -66,7 +64,7 @@ def select_blocks(
     """
     _check(q_index, k_index, top, block_size, causal, local, initial, pool, activation, groups)
     terms = top, block_size, causal, local, initial, pool, activation, groups or 1
-    if is_compiling():
+    if is_compiling() or q_index.is_meta:
         from .select_op import select_blocks as lists  # imports torch's compiler, which takes seconds
     else:
         lists = lists_of
@@ -83,7 +81,8 @@ def _check(q_index, k_index, top, block_size, causal, local, initial, pool, acti
                 f"{OP}: {name} must be a floating-point (batch, heads, length, head_dim), got {tuple(tensor.shape)} "
                 f"{tensor.dtype}"
             )
-    common.check_device(OP, q_index.device, k_index=k_index)
+    if k_index.device != q_index.device:
+        raise ValueError(f"{OP}: k_index is on {k_index.device}, q_index on {q_index.device}; move one with .to()")
     if k_index.dtype != q_index.dtype:
         raise TypeError(f"{OP}: k_index is {k_index.dtype} but q_index is {q_index.dtype}; cast one of them")
     for name, value, least in (("top", top, 1), ("local", local, 0), ("initial", initial, 0), ("groups", groups, 1)):

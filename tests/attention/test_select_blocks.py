@@ -71,6 +71,7 @@ def test_lists(where, name, monkeypatch):
 def test_no_rows_and_no_columns():
     assert select_blocks(*indexer(0, 20), 3, 4).shape == (2, 0, 3)
     assert (select_blocks(*indexer(5, 0), 3, 4, groups=2) == -1).all()
+    assert select_blocks(*indexer(5, 9, device="meta"), 3, 4).shape == (2, 5, 3)
 
 
 def test_autocast_changes_nothing():

