@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.traced.lower import InTile, Place
+from cute_kernels.traced.indices import InTile, Place
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _shifted(index: Int32 | Place | InTile, offset: Int32 | None):
     if offset is None:
         return index
     if isinstance(index, InTile):  # an offset is of any size, so tiles of positions are others
-        index = index.index
+        index = index.place
     return replace(index, base=index.base + offset) if isinstance(index, Place) else index + offset
 
 

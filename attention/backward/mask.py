@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.traced.lower import InTile, Shared, lower
+from cute_kernels.traced.indices import InTile, Shared
+from cute_kernels.traced.lower import lower
 
 from ..masks.element_mask import KV_INPUT, Q_INPUT
 
@@ -43,8 +44,7 @@ def mask_elements(
     seqlen,
 ):
     """Set scores to -inf where the element mask is False, and past the last column."""
-    mine = row0 + cute.arch.lane_idx() % 4 * 2
-    rows = const_expr(cute.size(scores, mode=[1]))
+    low, rows = cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         column = col + 8 * r
         inside = column < seqlen.cols
@@ -55,11 +55,9 @@ def mask_elements(
         for c in range_constexpr(rows):
             seen = inside
             if const_expr(kind.mask is not None):
-                row = mine + const_expr(c // 2 * 8 + c % 2)
+                row = InTile(row0, const_expr(4 * rows), low, const_expr(c // 2 * 8 + c % 2))
                 if const_expr(kind.mask.indexes(Q_INPUT)):
-                    row = cutlass.min(row, seqlen.rows - 1)
-                else:
-                    row = InTile(row, row0, const_expr(4 * rows))
+                    row = cutlass.min(row.index, seqlen.rows - 1)
                 inputs = [b, h, seqlen.q_position(row), column]
                 seen = seen & lower(kind.mask.program, inputs, tensors, shared)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

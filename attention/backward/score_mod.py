@@ -13,7 +13,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import add_to_memory, add_unless_zero
-from cute_kernels.traced.lower import Place, lower, place_of, ranges_of, values_of
+from cute_kernels.traced.indices import Place
+from cute_kernels.traced.lower import lower, place_of, ranges_of, values_of
 
 from ..forward.softmax import exp2
 from ..masks.score_mod import KV_INPUT, Q_INPUT

@@ -6,7 +6,8 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.ptx import integer_after
-from cute_kernels.traced.lower import InTile, Place, Shared, lower
+from cute_kernels.traced.indices import InTile, Shared
+from cute_kernels.traced.lower import lower
 
 from ..masks import element_mask
 from ..masks.score_mod import KV_INPUT, Q_INPUT, SCORE_INPUT, ScoreMod
@@ -40,7 +41,7 @@ def change_scores(
     inside: cutlass.Constexpr[bool],  # True if the tile ends before the last column
 ):
     """scores = score_mod(scale * scores, b, h, q, kv)."""
-    mine, columns = col0 + cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
+    low, columns = cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         shared = Shared(SCORE_INPUT, KV_INPUT)
         h, q = source.heads.place(tile, row + 8 * r)
@@ -50,10 +51,10 @@ def change_scores(
         for c in range_constexpr(columns):
             if const_expr(mod.takes_positions and r + c > 0 and (r * columns + c) % AT_ONCE == 0):
                 # Registers do not suffice for the loads of all scores at once, nor for their positions.
-                mine = integer_after(mine, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
-            column = InTile(Place(mine, const_expr(c // 2 * 8 + c % 2)), col0, const_expr(4 * columns))
+                low = integer_after(low, scores[r, c - 1] if const_expr(c > 0) else scores[r - 1, columns - 1])
+            column = InTile(col0, const_expr(4 * columns), low, const_expr(c // 2 * 8 + c % 2))
             if const_expr(mod.indexes(KV_INPUT) and not inside):
-                column = cutlass.min(column.index.base + column.index.offset, seqlen.cols - 1)
+                column = cutlass.min(column.index, seqlen.cols - 1)
             inputs = [scores[r, c] * scale, tile.b, h, q, seqlen.k_position(column)]
             scores[r, c] = lower(mod.program, inputs, tensors, shared)
 
@@ -90,8 +91,7 @@ def mask_elements(
     seqlen,  # seqlen.SeqlenInfo
 ):
     """Set scores to -inf where the element mask is false, and past the last column."""
-    mine = col0 + cute.arch.lane_idx() % 4 * 2
-    columns = const_expr(cute.size(scores, mode=[1]))
+    low, columns = cute.arch.lane_idx() % 4 * 2, const_expr(cute.size(scores, mode=[1]))
     for r in range_constexpr(cute.size(scores, mode=[0])):
         h, q = source.heads.place(tile, row + 8 * r)
         if const_expr(kind.mask is not None and kind.mask.indexes(element_mask.Q_INPUT)):
@@ -99,13 +99,11 @@ def mask_elements(
         q = seqlen.q_position(q)
         shared = Shared(element_mask.KV_INPUT)
         for c in range_constexpr(columns):
-            column = mine + const_expr(c // 2 * 8 + c % 2)
-            seen = column < seqlen.cols
+            column = InTile(col0, const_expr(4 * columns), low, const_expr(c // 2 * 8 + c % 2))
+            seen = column.index < seqlen.cols
             if const_expr(kind.mask is not None):
                 if const_expr(kind.mask.indexes(element_mask.KV_INPUT)):
-                    column = cutlass.min(column, seqlen.cols - 1)
-                else:
-                    column = InTile(column, col0, const_expr(4 * columns))
+                    column = cutlass.min(column.index, seqlen.cols - 1)
                 inputs = [tile.b, h, q, seqlen.k_position(column)]
                 seen = seen & lower(kind.mask.program, inputs, source.mask_tensors, shared)
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)

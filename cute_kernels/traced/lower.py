@@ -8,15 +8,15 @@ for sigmoid, silu, gelu and its slopes, whose errors activations.py states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import select_
 
-from ..tile.ptx import integer_to_float
 from . import activations
+from .indices import InTile, Place, Shared
 from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program, operands
 
 TYPES = {
@@ -25,45 +25,6 @@ TYPES = {
 }  # fmt: skip
 UNSIGNED = {"int32": Uint32, "int64": Uint64}
 QUOTIENTS, REMAINDERS = ("floordiv", "truncdiv"), ("remainder", "fmod")
-
-
-@dataclass(frozen=True)
-class Place:
-    """An int32 value `base + offset`, or its absolute value, of which the offset is known when a kernel is compiled.
-
-    Elements that lie side by side have the same base, and so one conversion to float32. What is left for each of them
-    is a float32 addition of the offset, which rounds as the conversion does up to 2 ** 24.
-    """
-
-    base: Int32
-    offset: int
-    absolute: bool = False
-
-    def to_float(self) -> Float32:
-        value = integer_to_float(self.base)
-        if self.offset:
-            value = value + Float32(self.offset)
-        return cute.math.absf(value) if self.absolute else value
-
-
-@dataclass(frozen=True)
-class InTile:
-    """An int32 index, and the first one of its tile, which is a multiple of `side`, the number of indices in a tile.
-
-    Its quotient by a multiple of `side` is that of the first one: the same for all indices of the tile.
-    """
-
-    index: Int32 | Place
-    first: Int32
-    side: int
-
-
-class Shared:
-    """Values that calls of `lower` have in common: calls of one program that follow each other in straight-line code,
-    whose inputs are the same but for those numbered `changing`, and these in the same tile if they are InTiles."""
-
-    def __init__(self, *changing: int):
-        self.changing, self.values = changing, {}
 
 
 def lower(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Shared | None = None):
@@ -80,24 +41,28 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Sh
 def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Shared | None = None) -> list:
     """All values, the inputs first, as scalars; what is not used costs nothing. For arguments see `lower`."""
     tiles = {number: x for number, x in enumerate(inputs) if isinstance(x, InTile)}
-    indices = [x.index if isinstance(x, InTile) else x for x in inputs]
-    values = [_integer(x) for x in indices]
-    places = {number: x for number, x in enumerate(indices) if isinstance(x, Place)}
-    known, changing = (None, set()) if shared is None else (shared.values, set(shared.changing))
+    places = {number: x for number, x in enumerate(inputs) if isinstance(x, Place)}
+    places |= {number: tile.place for number, tile in tiles.items()}
+    values = [x.index if isinstance(x, (InTile, Place)) else x for x in inputs]
+    memo = {} if shared is None else shared.values
+    depends = {number: {number: tile.offset} for number, tile in tiles.items()}  # on which offsets; None: on more
+    depends |= {} if shared is None else dict.fromkeys((n for n in shared.changing if n not in tiles), None)
     ranges = ranges_of(program)
     for number, node in enumerate(program.nodes, len(inputs)):
-        divided = _divided_in_tile(program, node, tiles)
-        if changing.intersection(operands(node)) and (divided is None or node.op not in QUOTIENTS):
-            changing.add(number)
-        elif known is not None and number in known:
-            values.append(known[number])
-            continue
+        divided = _divided(program, node, tiles)
         if isinstance(divided, InTile):
-            tiles[number], value = divided, _integer(divided.index)
-            if isinstance(divided.index, Place):
-                places[number] = divided.index
+            tiles[number], places[number], depends[number] = divided, divided.place, {number: divided.offset}
         elif divided is not None:
-            value = divided
+            depends[number] = {}
+        else:
+            found = [depends.get(i, {}) for i in operands(node)]
+            depends[number] = None if None in found else {i: n for each in found for i, n in each.items()}
+        key = None if depends[number] is None else (number, *sorted(depends[number].items()))
+        if key in memo:
+            values.append(memo[key])
+            continue
+        if divided is not None:
+            value = divided.index if isinstance(divided, InTile) else divided
         elif node.op == "const":
             value = TYPES[node.dtype](node.args[0])
         elif node.op == "argument":
@@ -114,32 +79,22 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         kind = TYPES[node.dtype]
         values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
-        if known is not None and number not in changing:
-            known[number] = values[number]
+        if key is not None:
+            memo[key] = values[number]
         if place := _place_of_node(program, node, ranges[number], values, places):
             places[number] = place
     return values
 
 
-def _integer(index):
-    return index.base + index.offset if isinstance(index, Place) else index
-
-
-def _divided_in_tile(program: Program, node, tiles: dict):
-    """The quotient of an InTile by a constant multiple of its side, an Int32; the remainder, an InTile; or None."""
-    if node.op not in (*QUOTIENTS, *REMAINDERS) or node.args[0] not in tiles:
+def _divided(program: Program, node, tiles: dict) -> InTile | Int32 | None:
+    """The quotient or remainder of an InTile by a constant, if something is known of it."""
+    if node.op not in (*QUOTIENTS, *REMAINDERS) or node.args[0] not in tiles or node.args[1] < len(program.inputs):
         return None
-    divisor = program.nodes[node.args[1] - len(program.inputs)] if node.args[1] >= len(program.inputs) else None
+    divisor = program.nodes[node.args[1] - len(program.inputs)]
+    if divisor.op != "const" or divisor.args[0] <= 0:
+        return None
     tile = tiles[node.args[0]]
-    if divisor is None or divisor.op != "const" or divisor.args[0] <= 0 or divisor.args[0] % tile.side:
-        return None
-    first, most = Uint32(tile.first), Uint32(divisor.args[0])
-    if node.op in QUOTIENTS:
-        return Int32(first // most)
-    moved = Int32(first % most)
-    if isinstance(tile.index, Place):
-        return InTile(replace(tile.index, base=tile.index.base - tile.first + moved), moved, tile.side)
-    return InTile(tile.index - tile.first + moved, moved, tile.side)
+    return (tile.quotient if node.op in QUOTIENTS else tile.remainder)(divisor.args[0])
 
 
 def _select(condition, x, y):

@@ -12,7 +12,8 @@ from cutlass import Int32, const_expr, range_constexpr
 from cutlass.cute.runtime import from_dlpack
 
 from attention.masks.element_mask import KV_INPUT, Q_INPUT, element_mask
-from cute_kernels.traced.lower import InTile, Shared, lower
+from cute_kernels.traced.indices import InTile, Shared
+from cute_kernels.traced.lower import lower
 
 SIDE = 64  # of a tile; a thread has 4 pairs of every 8 indices
 
@@ -27,7 +28,7 @@ def fill(out: cute.Tensor, tensors: tuple | None, mask: cutlass.Constexpr, by_ro
             for other in cutlass.range(across, unroll=1):
                 for part in cutlass.range(cute.ceil_div(along, SIDE) * 4, unroll=1):
                     first, lane = part // 4 * SIDE, part % 4
-                    thread(out, tensors, mask, by_rows, b, h, other, first, first + lane * 2, along)
+                    thread(out, tensors, mask, by_rows, b, h, other, first, lane * 2, along)
 
 
 @cute.jit
@@ -40,19 +41,19 @@ def thread(
     h: Int32,
     other: Int32,
     first: Int32,
-    mine: Int32,
+    low: Int32,
     end: Int32,
 ):
     """The elements of one thread in a tile that begins at `first`."""
     changing = const_expr(Q_INPUT if by_rows else KV_INPUT)
     shared = Shared(changing)
     for i in range_constexpr(SIDE // 4):
-        index = mine + const_expr(i // 2 * 8 + i % 2)
-        at = cutlass.min(index, end - 1)
-        place = at if const_expr(mask.indexes(changing)) else InTile(index, first, SIDE)
+        index = InTile(first, SIDE, low, const_expr(i // 2 * 8 + i % 2))
+        at = cutlass.min(index.index, end - 1)
+        place = at if const_expr(mask.indexes(changing)) else index
         pair = (place, other) if const_expr(by_rows) else (other, place)
         seen = lower(mask.program, [b, h, *pair], tensors, shared)
-        if index < end:
+        if index.index < end:
             q, kv = (at, other) if const_expr(by_rows) else (other, at)
             out[b, h, q, kv] = cutlass.Uint8(seen)
 

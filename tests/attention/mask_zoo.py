@@ -218,6 +218,15 @@ def tables(device, page=32, prompt=270) -> dict:
 
         return mask
 
+    def selected(side):
+        """Blocks of columns, of which each row has a list, as bits of words."""
+
+        def mask(b, h, q_idx, kv_idx):
+            block = kv_idx // side
+            return (words[q_idx, block // 32] >> (block % 32)) & 1 == 1
+
+        return mask
+
     def paged(b, h, q_idx, kv_idx):
         """Columns of a cache of pages, of which each item has some, in any order."""
         logical = place[b, kv_idx // page] * page + kv_idx % page
@@ -232,6 +241,9 @@ def tables(device, page=32, prompt=270) -> dict:
     return {
         "two tables one dimension at a time": lambda b, h, q, kv: rows[b][h][q] >= cols[b][h][kv],
         "bits of words": lambda b, h, q, kv: (words[q, kv // 32] >> (kv % 32)) & 1 == 1,
+        "selected blocks of 4": selected(4),
+        "selected blocks of 16": selected(16),
+        "selected blocks of 64": selected(64),
         "pages": paged,
         "jagged": lambda b, h, q, kv: (kv >= offsets[sequence[q]]) & (kv < offsets[sequence[q] + 1]),
         "tree": tree,
