@@ -148,7 +148,8 @@ def context_parallel_attention(
     Returns:
         (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.
 
-    Differentiable once in q, k and v. All processes must call it, and its backward, in the same order.
+    Differentiable once in q, k and v. All processes must call it, and its backward, in the same order, and with equal
+    keep_kv, reduce_dtype and dtypes, which are not compared.
     torch.compile traces it without graph breaks, and compiles it again for another plan. Under torch.autocast q, k and
     v are cast as by attention.
 

@@ -148,7 +148,7 @@ def plan_context_parallel(
     Raises:
         TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
             on a device of the mesh.
-        RuntimeError: the processes' masks differ.
+        RuntimeError: the processes' masks differ, or, with `check`, another process raised one of these errors.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,))
@@ -162,24 +162,18 @@ def plan_context_parallel(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise TypeError(f"{OP}: mesh must be a DeviceMesh of one dimension, such as mesh['cp'], got {mesh!r}")
     group = mesh.get_group()
-    if device is not None and (mask is not None or cu_seqlens is not None):
-        raise TypeError(f"{OP}: device is for a plan without mask and cu_seqlens, got {device!r}; the plan has theirs")
-    if mask is None:
-        mask = _mask_of(length, causal, window_size, cu_seqlens, mesh.device_type if device is None else device)
-    elif length is not None or causal or window_size is not None or cu_seqlens is not None:
-        raise TypeError(
-            f"{OP}: pass a mask, or length with causal, window_size and cu_seqlens; for both intersect two masks with &"
-        )
-    mask = _block_mask(mask)
-    if mask.device.type != mesh.device_type:
-        raise ValueError(
-            f"{OP}: the mask must be on a device of the mesh, {mesh.device_type}, got {mask.device}; "
-            f"call mask.to({mesh.device_type!r})"
-        )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    error, arguments = None, (length, causal, window_size, cu_seqlens)
+    try:
+        mask = _mask_on(mesh.device_type, mask, *arguments, device)
+        _check_deal(mask, size, deal)
+    except (TypeError, ValueError) as caught:
+        if not check:
+            raise
+        error = caught
     if check:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
-        check_equal(OP, mask, dealt, group)
+        check_equal(OP, mask, dealt, group, mesh.device_type, error)
     return _planned(mask, size, deal, (rank,), group)[0]
 
 
@@ -193,15 +187,8 @@ def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> l
 
 
 def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group) -> list[ContextParallelPlan]:
-    length, columns = mask.lengths
-    if length != columns:
-        raise ValueError(f"{OP}: the mask must have as many queries as keys, got lengths {mask.lengths}")
-    tile = max(mask.blocksize)
-    if isinstance(deal, ContextParallelPlan):
-        if (deal.length, deal.tile, deal.size) != (length, tile, size):
-            raise ValueError(f"{OP}: deal must be a plan of {length} tokens in tiles of {tile}, got {deal!r}")
-    elif deal not in ("auto", *dealing.DEALS):
-        raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
+    _check_deal(mask, size, deal)
+    length, tile = mask.lengths[0], max(mask.blocksize)
     count = -(-length // tile)
     if isinstance(deal, ContextParallelPlan):
         names, total = [deal.deal], deal.tiles.numel()
@@ -229,6 +216,38 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
         moved = own, sends, sent, received, buffer, numbers
         made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], *moved, local, group))
     return made
+
+
+def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> None:
+    """Reject a mask that is not square, and an unknown deal or one of other tokens."""
+    length, columns = mask.lengths
+    if length != columns:
+        raise ValueError(f"{OP}: the mask must have as many queries as keys, got lengths {mask.lengths}")
+    tile = max(mask.blocksize)
+    if isinstance(deal, ContextParallelPlan):
+        if (deal.length, deal.tile, deal.size) != (length, tile, size):
+            raise ValueError(f"{OP}: deal must be a plan of {length} tokens in tiles of {tile}, got {deal!r}")
+    elif deal not in ("auto", *dealing.DEALS):
+        raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
+
+
+def _mask_on(device_type: str, mask, length, causal, window_size, cu_seqlens, device) -> BlockMask:
+    """The mask of plan_context_parallel's arguments, on a device of the mesh."""
+    if device is not None and (mask is not None or cu_seqlens is not None):
+        raise TypeError(f"{OP}: device is for a plan without mask and cu_seqlens, got {device!r}; the plan has theirs")
+    if mask is None:
+        mask = _mask_of(length, causal, window_size, cu_seqlens, device_type if device is None else device)
+    elif length is not None or causal or window_size is not None or cu_seqlens is not None:
+        raise TypeError(
+            f"{OP}: pass a mask, or length with causal, window_size and cu_seqlens; for both intersect two masks with &"
+        )
+    mask = _block_mask(mask)
+    if mask.device.type != device_type:
+        raise ValueError(
+            f"{OP}: the mask must be on a device of the mesh, {device_type}, got {mask.device}; "
+            f"call mask.to({device_type!r})"
+        )
+    return mask
 
 
 def _mask_of(length, causal, window_size, cu_seqlens, device) -> BlockMask:

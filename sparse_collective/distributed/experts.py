@@ -175,13 +175,17 @@ def check_layer(style: str, layer: Any, mesh: Any) -> None:
         ValueError: it is on the meta device, or its experts are no multiple of the ranks.
         RuntimeError: ranks hold different patterns.
     """
-    if type(layer) is not BsrGroupedLinear:
-        raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
-    check_whole(style, layer)
-    if layer.items is None or layer.items % mesh.size():
-        raise ValueError(f"{style}: {layer.items} experts are not a multiple of {mesh.size()} ranks")
+
+    def checked() -> int:
+        if type(layer) is not BsrGroupedLinear:
+            raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
+        check_whole(style, layer)
+        if layer.items is None or layer.items % mesh.size():
+            raise ValueError(f"{style}: {layer.items} experts are not a multiple of {mesh.size()} ranks")
+        return pattern_hash(layer.crow_indices, layer.col_indices)
+
     check_same(
-        style, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
+        style, "the pattern of the layer", checked, mesh,
         "load one state on all ranks, or seed them alike before the model is made",
     )  # fmt: skip
 

@@ -232,9 +232,13 @@ def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: An
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     name, inputs = type(style).__name__, tuple(style.input_layouts)
-    check_layer(name, layer, dim, partition)
+
+    def checked() -> int:
+        check_layer(name, layer, dim, partition)
+        return pattern_hash(layer.crow_indices, layer.col_indices)
+
     check_same(
-        name, "the pattern of the layer", pattern_hash(layer.crow_indices, layer.col_indices), mesh,
+        name, "the pattern of the layer", checked, mesh,
         "load one state on all ranks, or seed them alike before the model is made",
     )  # fmt: skip
     side, blocks = layer.blocksize[dim], partition.blocks(layer.blocksize[dim])

@@ -7,7 +7,7 @@ rank makes the same choice; then only blocks whose rank changes are sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "local_part",
     "moved_shards",
     "pattern_hash",
+    "reasons",
     "replace_shards",
     "shard_dim",
     "shard_range",
@@ -145,20 +146,28 @@ def pattern_hash(*tensors: Tensor) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def check_same(op: str, what: str, number: int, mesh: Any, advice: str, dims: Sequence[int] | None = None) -> None:
+def check_same(
+    op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None = None
+) -> None:
     """Compare a number on all ranks of a mesh, by one all-gather of 8 bytes for each of its dimensions.
 
     Args:
         op, what, advice: for the message.
-        number: not negative.
+        number: not negative; or a function that checks arguments and returns it, whose errors all ranks learn.
         dims: mesh dimensions; None: all.
 
     Raises:
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
+        TypeError, ValueError: those of the function, on its rank; RuntimeError with their text on the other ranks.
     """
     import torch.distributed as dist
 
-    error = ""
+    error, refusal = "", None
+    if callable(number):
+        try:
+            number = number()
+        except (TypeError, ValueError) as caught:
+            number, refusal = -1, caught
     for dim in range(mesh.ndim) if dims is None else dims:
         group = mesh.get_group(dim)
         mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_type)
@@ -167,11 +176,29 @@ def check_same(op: str, what: str, number: int, mesh: Any, advice: str, dims: Se
         numbers = torch.cat(found).tolist()
         if len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(group)
+            if -1 in numbers:
+                text = reasons(refusal or error, group)  # on all ranks of the group
+                error = error or f"{op}: {text}"
+                number = -1
+                continue
             alike = [ranks[i] for i, n in enumerate(numbers) if n == numbers[0]]
             error = error or (
                 f"{op}: {what} differs between ranks: ranks {alike} agree, ranks "
                 f"{[rank for rank in ranks if rank not in alike]} do not; {advice}"
             )
             number = -1  # tells the ranks along the next dimension
+    if refusal is not None:
+        raise refusal
     if error:
         raise RuntimeError(error)
+
+
+def reasons(error: Exception | str | None, group: Any) -> str:
+    """Exchange the errors of a group's ranks, "" or None where there is none; returns them with their ranks."""
+    import torch.distributed as dist
+
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error or ""
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    return "; ".join(f"rank {rank} raised {text}" for rank, text in zip(ranks, texts, strict=True) if text)

@@ -207,6 +207,13 @@ def different_masks_are_refused(device):
             plan_context_parallel(mesh=mesh_of(device), length=LENGTH, **other)
 
 
+def error_of_one_process(device):
+    """All processes learn why one refused its arguments, and none waits for it."""
+    kind, deal = (ValueError, "zigzag") if dist.get_rank() else (RuntimeError, "auto")
+    with pytest.raises(kind, match="deal must be 'auto' or one of"):
+        plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True, deal=deal)
+
+
 def errors(device):
     mesh = mesh_of(device)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh of one dimension"):
@@ -236,5 +243,6 @@ CHECKS = [
     parallel_style,
     under_autocast,
     different_masks_are_refused,
+    error_of_one_process,
     errors,
 ]

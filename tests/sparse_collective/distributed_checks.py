@@ -80,6 +80,23 @@ def difference_in_a_mesh(device):
     raises(RuntimeError, "the pattern differs between ranks", check_same, "op", "the pattern", number, mesh, "advice")
 
 
+def error_of_one_rank(device):
+    """All ranks learn why one refused its arguments, and none waits for it."""
+    from sparse_collective.nn.shards import check_same
+
+    last = dist.get_world_size() - 1
+
+    def number():
+        if dist.get_rank() == last:
+            raise ValueError("8 rows are too few")
+        return 7
+
+    kind = ValueError if dist.get_rank() == last else RuntimeError
+    for dims in (1, 2):
+        mesh = mesh_of(device, dims, dist.get_world_size() // dims) if dims > 1 else mesh_of(device)
+        raises(kind, "8 rows are too few", check_same, "op", "the pattern", number, mesh, "advice")
+
+
 def raises(kind, text, function, *args, **options):
     try:
         function(*args, **options)
@@ -425,6 +442,7 @@ CHECKS = [
     distributed_matrix,
     distributed_matrix_of_other_patterns,
     difference_in_a_mesh,
+    error_of_one_rank,
     column_then_row,
     sequence_parallel,
     overlapped,
