@@ -32,8 +32,9 @@ def block_scores(q: Tensor, k: Tensor, lists: list[Tensor], blocksize: list[int]
     """Number of scores in the nonzero blocks; all scores if the lists cannot be read. For selected blocks that of whole
     lists."""
     if form == "selected":
-        (indices, *_), (block_size, _) = lists, blocksize
-        return min(indices.numel() * block_size * (q.shape[1] // max(indices.shape[2], 1)), dense_scores(q, k))
+        (indices, *_), (block_size, _, packed) = lists, blocksize
+        rows = packed * (q.shape[1] // max(indices.shape[2], 1))  # of each list
+        return min(indices.numel() * block_size * rows, dense_scores(q, k))
     if form not in ("lists", "flex", "blocks") or not all(readable(t) for t in lists):
         return dense_scores(q, k)
     counts, (bm, bn) = (lists, (128, 128)) if form == "blocks" else (lists[::2], blocksize)

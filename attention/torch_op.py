@@ -277,7 +277,7 @@ def crossing(block_mask) -> tuple:
     (form, tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists"
     of a BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; one of bool "blocks"
     or "elements"; or the lists of blocks that are "selected", with cu_seqlens of packed sequences. Their block size is
-    followed by 1 if they are causal, else 0.
+    followed by 1 if they are causal, else 0, and the heads packed in rows.
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written_mask(block_mask.mask_mod)
@@ -294,7 +294,8 @@ def crossing(block_mask) -> tuple:
         return "bsr", indices, list(block_mask.shape[-2:]), list(block_mask.blocksize), None, [], []
     if isinstance(block_mask, SelectedBlocks):
         tensors = [t for t in (block_mask.indices, block_mask.cu_seqlens_q, block_mask.cu_seqlens_k) if t is not None]
-        return "selected", tensors, [], [block_mask.block_size, int(block_mask.causal)], None, [], []
+        numbers = [block_mask.block_size, int(block_mask.causal), block_mask.packed]
+        return "selected", tensors, [], numbers, None, [], []
     if isinstance(block_mask, cache.ElementTensor):
         return "elements", [block_mask.seen], [], [], None, [], []
     if isinstance(block_mask, Tensor) and block_mask.layout is torch.strided:
@@ -332,8 +333,8 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
     if form == "elements":
         return cache.ElementTensor(lists[0])
     if form == "selected":
-        block_size, causal = blocksize
-        return SelectedBlocks(lists[0], block_size, causal != 0, *lists[1:])
+        block_size, causal, packed = blocksize
+        return SelectedBlocks(lists[0], block_size, causal != 0, packed, *lists[1:])
 
     lengths, blocksize = tuple(lengths), tuple(blocksize)
 

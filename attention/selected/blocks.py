@@ -1,7 +1,8 @@
 """Selected KV blocks as a block mask.
 
-Each query token has a list of KV blocks of `block_size` tokens. A row of 128 query tokens computes the union of their
-lists, in 128 x 128 blocks of scores, and an element mask reads a bit per (token, KV block). Both are built on the
+Each query token has a list of KV blocks of `block_size` tokens. The query heads that share a KV head, and so a list,
+are packed: rows of Q are tokens * heads. 128 rows, 8 tokens of 16 heads, compute the union of the lists of their
+tokens, in 128 x 128 blocks of scores, and an element mask reads a bit per (token, KV block). Both are built on the
 device of the lists, without synchronization.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from cute_kernels.runtime.front import check_supported
 
 from ..masks.block_mask import BlockMask
-from ..masks.mask_mods import RowRange, both
+from ..masks.mask_mods import Band, MaskMod, RowRange, both
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
 SIDE = 128  # rows and columns of a block of scores; a multiple of every block size
@@ -30,15 +31,28 @@ class SelectedBlocks(NamedTuple):
 
     indices: (B, Sq, G, top) int32; blocks are counted from the first key of the batch index or packed sequence. Entries
         that are no block of it are ignored.
-    causal: True if a row attends to keys up to its position, in each sequence.
+    causal: True if a token attends to keys up to its position, in each sequence.
+    packed: query heads in the rows of q, (B, Hkv, Sq * packed, D): row i is of token i // packed.
     cu_seqlens_q, cu_seqlens_k: the first row and column of each packed sequence, with B of 1; both None: B sequences.
     """
 
     indices: Tensor
     block_size: int
     causal: bool
+    packed: int = 1
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OfTokens:
+    """A mask_mod of tokens, for rows that are `packed` heads of each token."""
+
+    mask_mod: MaskMod
+    packed: int
+
+    def __call__(self, b, h, q, kv):
+        return self.mask_mod(b, h, q // self.packed, kv)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,26 +77,30 @@ class Member:
 
 
 def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> BlockMask:
-    """The block mask of scores (Sq, Sk) = lengths with this number of heads."""
-    indices, block_size, causal, cu_q, cu_k = selected
+    """The block mask of scores (rows of q, Sk) = lengths with this number of heads."""
+    indices, block_size, causal, packed, cu_q, cu_k = selected
     check_supported("selected_attention", indices)
-    rows, columns = lengths
+    (rows, columns), tokens = lengths, indices.shape[1]
     grid = -(-rows // SIDE), -(-columns // SIDE)
     if 0 in (*indices.shape, heads, *lengths):
         none = torch.zeros(grid, dtype=torch.bool, device=indices.device)
         return BlockMask.from_blocks(none, (SIDE, SIDE), lengths=lengths)
     first = end = None
+    visible: MaskMod | None = Band(None, 0, columns - tokens) if causal else None
     if cu_q is not None and cu_k is not None:
-        first, end = ranges_of(cu_q, cu_k, lengths, causal)
-    words, listed = tables_of(indices, block_size, first, end, columns)
+        first, end = ranges_of(cu_q, cu_k, (tokens, columns), causal)
+        visible = RowRange(first, end)
+    words, listed = tables_of(indices, block_size, first, end, columns, packed)
+    if causal and first is None:  # no list should have blocks in the future
+        last = (torch.arange(1, grid[0] + 1, device=indices.device) * SIDE - 1) // packed + columns - tokens
+        listed &= torch.arange(grid[1], device=indices.device) * SIDE <= last[:, None]
     share = heads // indices.shape[2]
     if 1 < indices.shape[2] < heads:
         listed = listed.repeat_interleave(share, 1)
-    member = Member(words, share, block_size, first)
-    if first is None or end is None:
-        return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=member, causal=causal)
-    visible = both(RowRange(first, end), member)
-    return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=visible)
+    mask_mod = both(visible, Member(words, share, block_size, first))
+    if packed > 1:
+        mask_mod = OfTokens(mask_mod, packed)
+    return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 
 def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:
@@ -103,16 +121,16 @@ def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool
 
 
 def tables_of(
-    indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int
+    indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int, packed: int
 ) -> tuple[Tensor, Tensor]:
     """(words, listed): the membership of Member, (B, G, Sq, n) int32, and the union of the lists in blocks of scores,
-    bool (B, G, Mq, Mk)."""
+    bool (B, G, Mq, Mk), of rows that are `packed` heads of each token."""
     (batch, rows, groups, top), device = indices.shape, indices.device
     blocks = -(-columns // block_size)
     count, cols = -(-blocks // WORD), -(-columns // SIDE)
     words = torch.empty(batch, groups, rows, count, dtype=torch.int32, device=device)
     # A column more for entries that are ignored
-    listed = torch.zeros(batch, groups, -(-rows // SIDE) * (cols + 1), dtype=torch.bool, device=device)
+    listed = torch.zeros(batch, groups, -(-rows * packed // SIDE) * (cols + 1), dtype=torch.bool, device=device)
     step = max(1, CHUNK // (batch * groups * (count * WORD + 32 * top)))
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
@@ -123,13 +141,13 @@ def tables_of(
         if first is not None and end is not None:
             begins, ends = begins + first[part, None], torch.minimum(ends + first[part, None], end[part, None])
             ignored |= begins >= ends
-        place = torch.arange(part.start, part.stop, device=device)[:, None] // SIDE * (cols + 1)
-        sides = (
-            (begins,) if first is None else (begins, ends - 1)
-        )  # a packed sequence may begin inside a block of scores
-        for column in sides:
+        row = torch.arange(part.start * packed, part.stop * packed, packed, device=device)[:, None]
+        # Heads of a token may be in two tiles, and a packed sequence may begin inside a block of scores
+        tiles = {0, packed - 1 if SIDE % packed else 0}
+        for column in (begins,) if first is None else (begins, ends - 1):
             column = (column // SIDE).masked_fill(ignored, cols)
-            listed.scatter_(-1, (place + column).flatten(2), True)
+            for head in tiles:
+                listed.scatter_(-1, ((row + head) // SIDE * (cols + 1) + column).flatten(2), True)
         table = torch.zeros(*index.shape[:3], count * WORD + 8, dtype=torch.uint8, device=device)
         table.scatter_(-1, index.masked_fill(ignored, count * WORD).long(), 1)
         packed = (table.view(torch.int64)[..., :-1] * GATHER >> 56) & 255

@@ -13,7 +13,7 @@ from ..arguments import AttentionArgs
 from ..operands import autocast
 from ..ops import call
 from ..plan import FlashPlan
-from .blocks import SelectedBlocks
+from .blocks import SIDE, SelectedBlocks
 from .checks import check
 
 
@@ -98,24 +98,33 @@ def selected_attention(
     if any_autocast():
         q, k, v = autocast(q, k, v)
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
-    args = _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k)
+    args = _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k)
     args = args._replace(softcap=softcap, scale=scale, return_lse=return_lse, sinks=sinks, deterministic=deterministic)
     found = call(args)
-    if cu_seqlens_q is None:
-        return found
-    if isinstance(found, Tensor):
-        return found[0].transpose(0, 1).contiguous()
-    out, lse = found
-    return out[0].transpose(0, 1).contiguous(), lse[0]
+    out, lse = (found, None) if isinstance(found, Tensor) else found
+    packed = args.block_mask.packed
+    if packed > 1:  # rows are tokens * heads
+        out = out.unflatten(2, (-1, packed)).transpose(2, 3).flatten(1, 2)
+        lse = None if lse is None else lse.unflatten(2, (-1, packed)).transpose(2, 3).flatten(1, 2)
+    if cu_seqlens_q is not None:
+        out, lse = out[0].transpose(0, 1).contiguous(), None if lse is None else lse[0]
+    return out if lse is None else (out, lse)
 
 
-def _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k) -> AttentionArgs:
-    """The same as a call of block_sparse_attention, of packed sequences with B of 1."""
-    packed = cu_seqlens_q is not None
-    if packed:
+def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k) -> AttentionArgs:
+    """The same as a call of block_sparse_attention, of packed sequences with B of 1.
+
+    Heads that have a list in common become rows, unless they have sinks, which the kernels read by head.
+    """
+    if cu_seqlens_q is not None:
         q, k, v, indices = *(t.transpose(0, 1)[None] for t in (q, k, v)), indices[None]
     lists = indices if indices.dim() == 4 else indices[:, :, None]
-    return AttentionArgs(q, k, v, block_mask=SelectedBlocks(lists, block_size, causal, cu_seqlens_q, cu_seqlens_k))
+    packed, kv_heads = 1, k.shape[1]
+    if sinks is None and lists.shape[2] in (1, kv_heads) and kv_heads < q.shape[1] <= kv_heads * SIDE:
+        packed = q.shape[1] // kv_heads
+        q = q.unflatten(1, (kv_heads, packed)).transpose(2, 3).flatten(2, 3)
+    mask = SelectedBlocks(lists, block_size, causal, packed, cu_seqlens_q, cu_seqlens_k)
+    return AttentionArgs(q, k, v, block_mask=mask)
 
 
 def _plan(
@@ -125,7 +134,7 @@ def _plan(
     """The plan of the same call of selected_attention."""
     q, k, v = autocast(q, k, v)
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
-    args = _block_sparse(q, k, v, indices, block_size, causal, cu_seqlens_q, cu_seqlens_k)
+    args = _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k)
     terms = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "sinks": sinks}
     return dispatch.plan_attention(args._replace(**terms, **options))
 

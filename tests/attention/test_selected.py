@@ -29,6 +29,8 @@ CALLS = {
     "blocks of 16, G = 1": ((130, 260, 16, 5), {"groups": 1}, {"causal": True}),
     "blocks of 64, per KV head": ((300, 500, 64, 3), {"groups": 2}, {"causal": True}),
     "blocks of 128, per head": ((300, 500, 128, 2), {"groups": 4}, {}),
+    "12 heads per KV head": ((90, 300, 4, 20), {"groups": 1, "H": 12, "heads": 1, "B": 1}, {"causal": True}),
+    "16 heads per KV head": ((90, 300, 64, 3), {"groups": 2, "H": 32, "heads": 2, "B": 1}, {"causal": True}),
     "one token": ((1, 700, 64, 4), {"groups": 2}, {"causal": True}),
     "more rows than columns": ((300, 100, 4, 9), {"groups": 2}, {"causal": True}),
     "all blocks": ((140, 140, 16, 9), {"groups": 4, "heads": 4}, {"causal": True}),
@@ -263,6 +265,15 @@ def test_lists_of_a_mask():
     mask = mask_of(SelectedBlocks(indices, 64, True), 4, (256, 320))
     assert mask.kv_num_blocks.tolist() == [[[1, 0], [1, 0], [0, 1], [0, 1]]]
     assert mask.kv_indices[0, :2, 0, 0].tolist() == [0, 0] and mask.kv_indices[0, 2:, 1, 0].tolist() == [2, 2]
+
+
+def test_lists_of_packed_heads():
+    """12 heads of a token: rows 120 to 131 are of token 10, so two tiles have its blocks."""
+    indices = torch.full((1, 22, 1, 2), -1, dtype=torch.int32)
+    indices[0, 9, 0, 0], indices[0, 10, 0, 1], indices[0, 11, 0, 0] = 1, 6, 2
+    mask = mask_of(SelectedBlocks(indices, 64, False, 12), 1, (22 * 12, 500))
+    assert mask.kv_num_blocks.tolist() == [[[2, 2, 0]]]
+    assert mask.kv_indices[0, 0, 0, :2].tolist() == [0, 3] and mask.kv_indices[0, 0, 1, :2].tolist() == [1, 3]
 
 
 # Errors
