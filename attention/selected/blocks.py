@@ -17,7 +17,7 @@ from torch import Tensor
 from cute_kernels.runtime.front import check_supported
 
 from ..masks.block_mask import BlockMask
-from ..masks.mask_mods import Band, MaskMod, RowRange, both
+from ..masks.mask_mods import And, Band, MaskMod, RowRange
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
 SIDE = 128  # rows and columns of a block of scores; a multiple of every block size
@@ -97,7 +97,8 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> B
     share = heads // indices.shape[2]
     if 1 < indices.shape[2] < heads:
         listed = listed.repeat_interleave(share, 1)
-    mask_mod = both(visible, Member(words, share, block_size, first))
+    member = Member(words, share, block_size, first)
+    mask_mod: MaskMod = member if visible is None else And(visible, member)
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
     return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
@@ -150,6 +151,6 @@ def tables_of(
                 listed.scatter_(-1, ((row + head) // SIDE * (cols + 1) + column).flatten(2), True)
         table = torch.zeros(*index.shape[:3], count * WORD + 8, dtype=torch.uint8, device=device)
         table.scatter_(-1, index.masked_fill(ignored, count * WORD).long(), 1)
-        packed = (table.view(torch.int64)[..., :-1] * GATHER >> 56) & 255
-        words[:, :, part] = packed.to(torch.uint8).view(torch.int32)
+        bits = (table.view(torch.int64)[..., :-1] * GATHER >> 56) & 255
+        words[:, :, part] = bits.to(torch.uint8).view(torch.int32)
     return words, listed.view(batch, groups, -1, cols + 1)[..., :cols]

@@ -99,7 +99,8 @@ class Shared:
     """
 
     def __init__(self, *changing: int):
-        self.changing, self.values = changing, {}
+        self.changing = changing
+        self.values: dict[tuple, object] = {}
 
 
 def _divide(x: Int32, divisor: int) -> Int32:

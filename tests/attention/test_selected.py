@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention import selected_attention, torch_op
-from attention.selected import reference
+from attention.selected import blocks, reference
 from attention.selected.blocks import SelectedBlocks, mask_of
 from cute_kernels import explain
 from cute_kernels.testing.reference import attention_plainly, normal
@@ -274,6 +274,12 @@ def test_lists_of_packed_heads():
     mask = mask_of(SelectedBlocks(indices, 64, False, 12), 1, (22 * 12, 500))
     assert mask.kv_num_blocks.tolist() == [[[2, 2, 0]]]
     assert mask.kv_indices[0, 0, 0, :2].tolist() == [0, 3] and mask.kv_indices[0, 0, 1, :2].tolist() == [1, 3]
+
+
+def test_lists_are_read_in_parts(monkeypatch):
+    """Of a few rows each, as with many tokens."""
+    monkeypatch.setattr(blocks, "CHUNK", 20_000)
+    check(*call_of(90, 300, 4, 20, H=12, heads=1, B=1, groups=1), causal=True)
 
 
 # Errors
