@@ -138,7 +138,7 @@ def measure(world: int, only: str, keep: Callable) -> list[dict]:
             out = Path(folder, "rows.json")
             arguments = world, f"file://{folder}/meeting", names, str(out), functools.partial(keep, found)
             try:
-                torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, join=True)
+                torch.multiprocessing.spawn(worker, args=arguments, nprocs=world, daemon=True)  # they end with this one
                 error = ""
             except Exception as failure:
                 error = str(failure).strip().splitlines()[-1][:500]

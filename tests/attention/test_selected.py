@@ -277,7 +277,7 @@ def test_lists_of_packed_heads():
 
 
 def test_lists_are_read_in_parts(monkeypatch):
-    """Of a few rows each, as with many tokens."""
+    """Parts of a few rows each, as with many tokens."""
     monkeypatch.setattr(blocks, "CHUNK", 20_000)
     check(*call_of(90, 300, 4, 20, H=12, heads=1, B=1, groups=1), causal=True)
 

@@ -44,7 +44,7 @@ def test_without_gpus(capsys):
 
 
 def test_rows_of_a_run_that_is_cut_off_are_kept(monkeypatch, tmp_path):
-    def spawn(worker, args, nprocs, join):
+    def spawn(worker, args, nprocs, daemon):
         world, _, names, _, keep = args
         keep([{"name": names[0], "ranks": world}])
         raise KeyboardInterrupt
