@@ -19,6 +19,7 @@ from .arguments import AttentionArgs
 from .forward.config import BlockKind
 from .forward.heuristics import heads_in_l2
 from .masks import cache as mask_cache
+from .masks.block_lists import CONSTANTS
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
@@ -109,20 +110,28 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     """Kernel arguments of a mask: columns, how many may be partial, block_source.OrderedScheduler's table.
 
     The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
+    A mask of equal rows launches nothing, once masks of its shape are known.
     """
-    cached = mask.derived
 
-    def make() -> tuple:
-        index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
+    def ordered() -> torch.Tensor:
         order = tile_order(mask, batch, heads, tile_m, l2_heads)
         blocks = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in blocks)
-        return index, mask.kv_indices.shape[-1], torch.stack([order.to(torch.int32), *counts], -1)
+        return torch.stack([order.to(torch.int32), *counts], -1)
+
+    cached, width, key = mask.derived, mask.kv_indices.shape[-1], (batch, heads, tile_m, l2_heads)
+    if mask.equal_rows:  # nothing but the columns depends on what the lists hold
+        index = mask.kv_indices if width else mask.full_kv_indices
+        facts = mask.device, mask.lengths, mask.blocksize, index.shape, width, *key
+        return index, width, CONSTANTS.get(facts, index, lambda: (ordered(),), tuple)[0]
+
+    def make() -> tuple:
+        index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
+        return index, width, ordered()
 
     def columns() -> tuple:
         return (torch.cat([mask.kv_indices, mask.full_kv_indices], -1),)
 
-    key = batch, heads, tile_m, l2_heads
     return cached.get(key, mask.kv_num_blocks, make, lambda value: (value[0], value[2]))
 
 

@@ -8,10 +8,13 @@ with a number, which may copy that number from the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from cute_kernels.runtime.derived import Derived
 from sparse_collective.checks import pair
 
 from .element_mask import call
@@ -19,6 +22,7 @@ from .element_mask import call
 BLOCKS = (64, 128)
 MOST = 2**29  # rows or columns: positions, window bounds and their sums are int32
 CHUNK = 2**25  # elements of the score matrix computed at once
+CONSTANTS = Derived()  # of lists whose rows are equally long
 
 
 def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +35,17 @@ def lists_of(table: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.where(table, before - 1, count[..., None] + cols - before)
     index = torch.empty(table.shape, dtype=torch.int32, device=table.device)
     return count, index.scatter_(-1, place.long(), cols.expand_as(index))
+
+
+def equal_counts(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts (..., Mq) int32 of rows that list all of `index`, and of rows that list nothing; of each shape once."""
+    *shape, width = index.shape
+
+    def make() -> tuple[Tensor, Tensor]:
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": index.device}
+        return torch.full(shape, width, **kind), torch.zeros(shape, **kind)
+
+    return make() if is_compiling() else CONSTANTS.get((index.device, *index.shape), index, make, tuple)
 
 
 def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:

@@ -30,7 +30,8 @@ from .mask_mods import Band, MaskMod, both, moved
 __all__ = ["BlockLists", "BlockMask", "create_block_mask"]
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-NAMES = (*TABLES, "lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "derived")
+FACTS = ("lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "equal_rows", "derived")
+NAMES = (*TABLES, *FACTS)
 
 
 class BlockLists(NamedTuple):
@@ -81,6 +82,7 @@ class BlockMask(Pictured):
     heads: int  # H, may be 1
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
+    equal_rows: bool  # known to list equally many blocks in each row, all of one kind; the other's width is 0
     derived: Derived  # the cache of what is derived from the mask; its `facts` are those of block_sparse.element_of
     __slots__ = (*NAMES, "__weakref__")
 
@@ -132,7 +134,7 @@ class BlockMask(Pictured):
             raise ValueError(f"B and H must be at least 1, got kv_num_blocks of shape {tuple(kv_num_blocks.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
         self._set(batch=kv_num_blocks.shape[0], heads=kv_num_blocks.shape[1], n_block_rows=rows, n_block_cols=cols)
-        self._set(derived=Derived())
+        self._set(equal_rows=False, derived=Derived())
         if check:
             self._check()
 
@@ -233,6 +235,50 @@ class BlockMask(Pictured):
         if causal:
             blocks, mask_mod = blocks & some, both(mask_mod, Band(None, 0, sk - sq))
         return cls._of_tables(blocks & masked, blocks & ~masked, (sq, sk), blocksize, mask_mod)
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Tensor,
+        blocksize: Sequence[int] = (128, 128),
+        *,
+        lengths: Sequence[int],
+        mask_mod: MaskMod | None = None,
+    ) -> BlockMask:
+        """Create the mask that computes equally many blocks in each row, such as the top k of a step of generation.
+
+        Takes some microseconds and launches nothing: the kernels read `indices` itself, and forward attention needs
+        nothing else that depends on its contents. Create it inside of what a CUDA graph captures if its contents change
+        between replays.
+
+        Args:
+            indices: (B, H, Mq, top) int32, contiguous: the columns of blocks of each row, in any order, each once. B
+                and H may be 1. The contents are not checked: a column out of range makes a kernel read memory outside K
+                and V.
+            blocksize, lengths: see BlockMask.
+            mask_mod: the element mask of all listed blocks; None: no element is masked, but columns past the last one.
+
+        Raises:
+            TypeError: `indices` is not a strided int32 tensor, or mask_mod is not callable.
+            ValueError: a shape, stride, length or block is wrong.
+
+        Example:
+            top = scores.topk(64, sorted=False).indices.int()  # (B, H, Mq, 64), of scores (B, H, Mq, Mk)
+            mask = BlockMask.from_indices(top, (64, 64), lengths=(q.shape[2], k.shape[2]))
+            out = block_sparse_attention(q, k, v, mask)
+        """
+        if not is_strided(indices) or indices.dtype is not torch.int32:
+            raise TypeError(f"indices must be a strided int32 tensor, got {describe(indices)}")
+        if indices.dim() != 4:
+            raise ValueError(f"indices must be (B, H, Mq, top), got shape {tuple(indices.shape)}")
+        lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
+        count, none = block_lists.equal_counts(indices)
+        lists = count, indices, none, indices[..., :0]
+        if mask_mod is None and lengths[1] % blocksize[1] == 0:
+            lists = *lists[2:], *lists[:2]
+        mask = cls(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
+        mask._set(equal_rows=indices.shape[3] > 0)
+        return mask
 
     @classmethod
     def from_bsr(

@@ -207,6 +207,7 @@ def tables(device, page=32, prompt=270) -> dict:
     ancestor, generator = ancestor.to(device), torch.Generator().manual_seed(7)
     q_score, kv_score = (torch.randn(HEADS, n, generator=generator).to(device, torch.bfloat16) for n in PLAIN)
     threshold = torch.tensor(0.25, device=device)
+    lengths_of_blocks = torch.tensor([64, 30, 64, 1, 0, 63, 12], device=device)
     q_tiles, kv_tiles = torch.tensor([2, 0, 3], device=device), torch.tensor([1, 3, 0, 2, 5, 4, 6], device=device)
 
     def in_sequence(q_side, kv_side):
@@ -244,6 +245,7 @@ def tables(device, page=32, prompt=270) -> dict:
         "selected blocks of 4": selected(4),
         "selected blocks of 16": selected(16),
         "selected blocks of 64": selected(64),
+        "blocks of unequal lengths": lambda b, h, q, kv: kv % 64 < lengths_of_blocks[kv // 64],
         "pages": paged,
         "jagged": lambda b, h, q, kv: (kv >= offsets[sequence[q]]) & (kv < offsets[sequence[q] + 1]),
         "tree": tree,

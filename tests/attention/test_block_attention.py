@@ -28,6 +28,22 @@ def uneven(lengths, device):
     return BlockMask.from_blocks(blocks.to(device), (64, 64), lengths=lengths, mask_mod=by_head)
 
 
+def equal_rows(top, side, mask_mod=None):
+    """`top` blocks a row, in no order; other ones for each head."""
+
+    def make(lengths, device):
+        rows, cols = (-(-n // side) for n in lengths)
+        indices = (
+            torch.rand(1, 4, rows, cols, generator=torch.Generator().manual_seed(3))
+            .argsort(-1)[..., :top]
+            .int()
+            .contiguous()
+        )
+        return BlockMask.from_indices(indices.to(device), (side, side), lengths=lengths, mask_mod=mask_mod)
+
+    return make
+
+
 def some(*args, **more):
     return lambda n, dev: random_mask(n, *args, device=dev, **more)
 
@@ -46,6 +62,9 @@ CALLS = {  # name: lengths, (lengths, device) -> mask, other operands, terms
         for side in (64, 128)
     },
     **{f"a mask for {heads}": ((300, 400), some((128, 128), heads), {}, {}) for heads in [(1, 1), (1, 4), (2, 1)]},
+    "equal rows": ((300, 512), equal_rows(3, 64), {}, {}),
+    "equal rows, whose last column of blocks is cut": ((300, 500), equal_rows(3, 128), {}, {}),
+    "equal rows with a mask_mod": ((300, 512), equal_rows(2, 64, by_head), {}, {}),
     "causal": ((300, 420), some((64, 64), density=0.6, mask_mod=None), {}, {"causal": True}),
     "causal mask_mod": ((300, 420), some((64, 64), density=0.6, full=False), {}, {"causal": True}),
     "softcap and scale": ((200, 300), some((64, 64)), {}, {"softcap": 5.0, "scale": 0.3}),

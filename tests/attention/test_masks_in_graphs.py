@@ -29,6 +29,7 @@ def near(b, h, q, kv):
 MAKERS = {
     "create_block_mask": lambda x: create_block_mask(near, None, 4, *LENGTHS, device=x.device),
     "from_blocks": lambda x: BlockMask.from_blocks(x[:9].view(3, 3) > 0, lengths=LENGTHS, causal=True),
+    "from_indices": lambda x: BlockMask.from_indices(x[:6].view(1, 1, 3, 2).argsort(-1).int() + 1, lengths=LENGTHS),
     "from_elements": lambda x: BlockMask.from_elements(x[:, None] > x),
     "with_causal": lambda x: patterns.documents((x > 1).int().cumsum(0)).with_causal(),
     "to_dense": lambda x: BlockMask.from_elements(patterns.documents((x > 0).int()).to_dense()),
