@@ -3,5 +3,6 @@
 from .backward.family import FLASH_BACKWARD
 from .decode.family import DECODE
 from .forward.family import FLASH_FORWARD, VALUES
+from .selected.unions.family import UNIONS
 
-__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "VALUES"]
+__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "UNIONS", "VALUES"]

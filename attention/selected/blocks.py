@@ -18,10 +18,9 @@ from cute_kernels.runtime.front import check_supported
 
 from ..masks.block_mask import BlockMask
 from ..masks.mask_mods import And, Band, MaskMod, RowRange
+from .unions.config import SIDE, WORD
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
-SIDE = 128  # rows and columns of a block of scores; a multiple of every block size
-WORD = 32  # bits of a word of membership
 CHUNK = 2**28  # bytes of memory for one part of the rows
 GATHER = sum(2 ** (56 - 7 * i) for i in range(8))  # 8 bytes of 0 or 1, times this: bit 56 + i is byte i
 
