@@ -34,12 +34,28 @@ def _lists_of(q_index, k_index, top, block_size, causal, local, initial, pool, a
             score = _scores(q[:, :, :, begin:end].float(), k, activation)  # (B, G, rows of this part, keys or blocks)
             if pool == "max":
                 score = _largest(score, position, block_size, causal)
-            key = _keys(score, position, columns, block_size, causal, local, initial, pool)
-            best = key.topk(min(top, blocks), sorted=False)
-            index = best.indices.masked_fill(best.values == LEAST, blocks).sort().values
-            index = index.masked_fill(index == blocks, -1).transpose(1, 2)
-            found[:, begin:end, :, : index.shape[-1]] = index
+            key = _keys(score, position, columns, block_size, causal, local, initial, pool == "mean")
+            found[:, begin:end, :, : min(top, blocks)] = _best(key, top)
     return found
+
+
+def lists_of_scores(score: Tensor, position: Tensor, columns: int, top, block_size, local, initial) -> Tensor:
+    """Causal lists (B, rows, groups, top) from FP32 scores of blocks (B, groups, rows, blocks).
+
+    Args:
+        position: (rows, 1) int64 positions of the rows among `columns` keys.
+        local, initial: see select_blocks.
+    """
+    index = _best(_keys(score, position, columns, block_size, True, local, initial, whole=False), top)
+    return nnf.pad(index, (0, top - index.shape[-1]), value=-1)
+
+
+def _best(key: Tensor, top: int) -> Tensor:
+    """Blocks of the largest keys, ascending and then -1, (B, rows, groups, at most top) int32."""
+    blocks = key.shape[-1]
+    best = key.topk(min(top, blocks), sorted=False)
+    index = best.indices.masked_fill(best.values == LEAST, blocks).sort().values
+    return index.masked_fill(index == blocks, -1).transpose(1, 2).int()
 
 
 def _scores(q: Tensor, k: Tensor, activation: str | None) -> Tensor:
@@ -65,9 +81,10 @@ def _largest(score: Tensor, position: Tensor, block_size: int, causal: bool) -> 
     return nnf.pad(score, (0, -columns % block_size), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
 
 
-def _keys(score: Tensor, position, columns, block_size, causal, local, initial, pool) -> Tensor:
+def _keys(score: Tensor, position, columns, block_size, causal, local, initial, whole: bool) -> Tensor:
     """Distinct int64 in the order of preference: scores, and of equal ones the first block; LEAST for blocks that may
-    not be selected, the largest for those that are always selected."""
+    not be selected, the largest for those that are always selected. whole: a block that is not complete at a position
+    is no candidate."""
     block = torch.arange(score.shape[-1], device=score.device)
     bits = (score + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -75,7 +92,7 @@ def _keys(score: Tensor, position, columns, block_size, causal, local, initial, 
     key = (ordered << 32) + later
     newest = (position // block_size).clamp(max=score.shape[-1] - 1) if causal else block[-1:]
     ends = ((block + 1) * block_size).clamp(max=columns)
-    candidate = ends <= position + 1 if causal and pool == "mean" else block <= newest
+    candidate = ends <= position + 1 if causal and whole else block <= newest
     forced = ((block < initial) | (block > newest - local)) & (block <= newest)
     key = key.masked_fill(~(candidate | forced), LEAST)
     return torch.where(forced, later + LARGEST, key)
