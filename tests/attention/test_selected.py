@@ -179,6 +179,16 @@ def test_similar_lists():
     assert ((found[..., 1:] > found[..., :-1]) | (found[..., 1:] == -1)).all()
 
 
+def test_similar_lists_in_stretches():
+    """Tokens see what they see without stretches, and all but the first of a stretch are as similar to the last one."""
+    found = similar_lists(300, 256, 32, similarity=0.9, stretch=128)
+    whole = similar_lists(300, 256, 32, similarity=0.9)
+    assert torch.equal(found == -1, whole == -1) and torch.equal(found, similar_lists(300, 256, 32, stretch=128))
+    assert (found[100:, :, 0] == 0).all() and torch.equal(found.amax(-1)[:, 0], whole.amax(-1)[:, 0])
+    assert abs(mean_similarity(found[128:256]) - 0.9) < 0.04
+    assert mean_similarity(found[254:257]) < 0.5 and found.shape == (300, 1, 32)  # of tokens 255 and 256
+
+
 # torch
 
 
