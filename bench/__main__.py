@@ -6,6 +6,8 @@
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
     attention-float8  attention of 8-bit floats beside ours of bfloat16
     attention-backward  gradients of attention beside the same peers', through torch's autograd
+    selected        selected-block attention of QSA, MSA and NSA, and video attention, beside FlashAttention 4, a Triton
+                    kernel that gathers blocks, and cuDNN frontend
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
     float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
@@ -43,6 +45,7 @@ from . import (
     cases_float8,
     cases_float8_attention,
     cases_generation,
+    cases_selected,
     cases_structured,
     cases_training,
     ceilings,
@@ -177,6 +180,7 @@ SUITES = {
     cases_float8.SUITE: Suite(cases_float8.float8_cases),
     cases_float8_attention.SUITE: Suite(cases_float8_attention.float8_attention_cases),
     cases_generation.SUITE: Suite(cases_generation.generation_cases),
+    cases_selected.SUITE: Suite(cases_selected.selected_cases, cases_selected.of_selected),
     cases_structured.SUITE: Suite(cases_structured.structured_cases),
 }
 # What runs with no command. Attention's run alone: their first peer to be imported changes CuTe DSL for the process.

@@ -1,7 +1,7 @@
 """Result files: where and what was measured, the ceilings of that run, and the rows.
 
-bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-backward, float8, generation, training:
-                                     what `python -m bench` measured
+bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-backward, float8, generation, selected,
+                                     training: what `python -m bench` measured
 bench/results/<card>/host.json       host overhead of single calls: `python -m bench host`
 bench/results/<card>/distributed.json        sharded layers on several GPUs: `python -m bench distributed`
 bench/results/<card>/tests-distributed.json  what `python -m tests.distributed_record` ran
@@ -25,7 +25,10 @@ from cute_kernels.runtime.keys import source_fingerprint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "triton", "quack-kernels", "flash-attn-4")
+PACKAGES = (
+    "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "triton", "quack-kernels", "flash-attn-4",
+    "nvidia-cudnn-frontend",
+)  # fmt: skip
 
 
 def query(fields: str) -> dict[str, str]:

@@ -52,6 +52,36 @@ def interleaved(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[s
     return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
 
 
+def paced(calls: dict, *, warm_s: float = 1.0, rounds: int = 60, share_s: float = 0.4) -> dict[str, list[float]]:
+    """As `interleaved`, for calls of very different lengths: each takes turns in as many rounds as fit into `share_s`
+    seconds, at least 3 and at most `rounds`, spread evenly over all of them."""
+    flush, count, first = Flush(), {}, True
+    end = time.perf_counter() + warm_s
+    while first or time.perf_counter() < end:
+        for name, call in calls.items():
+            flush()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            seconds = max(time.perf_counter() - start, 1e-6)
+            count[name] = min(max(rounds, 3), max(3, round(share_s / seconds)))
+        first = False
+    most = max(count.values())
+    events = {name: [] for name in calls}
+    for turn in range(most):
+        for name, call in calls.items():
+            if (turn + 1) * count[name] // most > turn * count[name] // most:
+                flush()
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                stop.record()
+                events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+
+
 def graphed(call, count: int = IN_GRAPH):
     """A function that replays a CUDA graph of `count` calls; for interleaved_graphs."""
     for _ in range(3):  # compiles, chooses and loads all that a capture could not
