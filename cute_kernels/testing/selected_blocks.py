@@ -5,6 +5,8 @@ tokens t and t + 1 have a Jaccard similarity (common blocks over all blocks of b
 lists have none of it. A benchmark states the similarity of its lists.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -57,17 +59,22 @@ def mean_similarity(lists: Tensor, samples: int = 1000) -> float:
     return sum(found) / max(len(found), 1)
 
 
+@cache
 def correlation(similarity: float, blocks: int, top: int) -> float:
     """The correlation of neighboring tokens' scores that gives lists this similarity, by bisection on samples."""
     if similarity == 0:
         return 0.0
     generator = torch.Generator(device="cpu").manual_seed(0)
     first, noise = torch.randn(2, SAMPLES, blocks, generator=generator)
+    one = _largest(first, top)
     low, high = 0.0, 1.0
     for _ in range(20):
         rho = (low + high) / 2
-        pair = first, rho * first + (1 - rho * rho) ** 0.5 * noise
-        one, two = (torch.zeros_like(s, dtype=torch.bool).scatter_(1, s.topk(top).indices, True) for s in pair)
+        two = _largest(rho * first + (1 - rho * rho) ** 0.5 * noise, top)
         common = ((one & two).sum(1) / (one | two).sum(1)).mean()
         low, high = (rho, high) if common < similarity else (low, rho)
     return low
+
+
+def _largest(score: Tensor, top: int) -> Tensor:
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(top).indices, True)
