@@ -88,7 +88,8 @@ def check_sequences(op: str, q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise ValueError(f"{op}: {name} must have shape (sequences + 1,), got {tuple(tensor.shape)}")
         if not tensor.is_contiguous():
             raise ValueError(f"{op}: {name} has stride {tensor.stride(0)}; call .contiguous()")
-        common.check_device(op, q.device, **{name: tensor})
+        if not q.is_meta:
+            common.check_device(op, q.device, **{name: tensor})
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"{op}: cu_seqlens_q is of {len(cu_seqlens_q) - 1} sequences and cu_seqlens_k of {len(cu_seqlens_k) - 1}"

@@ -15,15 +15,15 @@ OP = "selected_attention"
 
 
 def check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k) -> None:
-    """Check all arguments of selected_attention; inside a torch.compile trace and on the meta device only the lists,
-    and the op checks q, k, v and sinks."""
+    """Check all arguments of selected_attention; inside a torch.compile trace and on the meta device only the lists and
+    cu_seqlens, and the op checks q, k, v and sinks."""
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     traced = is_compiling()
     if not traced:
         for name, tensor in (("q", q), ("k", k), ("v", v), ("indices", indices)):
             common.check_tensor(f"{OP}: {name}", tensor)
         traced = q.is_meta
-    if packed and not traced:
+    if packed:
         check_sequences(OP, q, k, v, cu_seqlens_q, cu_seqlens_k)
     rank = 3 if packed else 4
     if q.dim() != rank or k.dim() != rank or v.dim() != rank:

@@ -14,7 +14,7 @@ from ..operands import autocast
 from ..ops import call
 from ..plan import FlashPlan
 from .blocks import SIDE, SelectedBlocks
-from .checks import check
+from .checks import OP, check
 
 
 @overload
@@ -119,9 +119,11 @@ def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_
     if cu_seqlens_q is not None:
         q, k, v, indices = *(t.transpose(0, 1)[None] for t in (q, k, v)), indices[None]
     lists = indices if indices.dim() == 4 else indices[:, :, None]
-    packed, kv_heads = 1, k.shape[1]
-    if sinks is None and lists.shape[2] in (1, kv_heads) and kv_heads < q.shape[1] <= kv_heads * SIDE:
-        packed = q.shape[1] // kv_heads
+    (heads, kv_heads), packed = (q.shape[1], k.shape[1]), 1
+    if sinks is None and lists.shape[2] in (1, kv_heads) and kv_heads < heads <= kv_heads * SIDE:
+        if heads % kv_heads:
+            raise ValueError(f"{OP}: the heads of q must be a multiple of those of k, got {heads} and {kv_heads}")
+        packed = heads // kv_heads
         q = q.unflatten(1, (kv_heads, packed)).transpose(2, 3).flatten(2, 3)
     mask = SelectedBlocks(lists, block_size, causal, packed, cu_seqlens_q, cu_seqlens_k)
     return AttentionArgs(q, k, v, block_mask=mask)

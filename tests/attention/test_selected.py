@@ -223,6 +223,34 @@ def test_under_torch_compile(fresh_dynamo, device, backend, form):
     torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
 
 
+CU = torch.tensor([0, 40, 100], dtype=torch.int32)
+TRACED_ERRORS = {
+    "one of two": (3, {"cu_seqlens_k": CU}, "must both be given"),
+    "numbers of sequences": (3, {"cu_seqlens_q": CU, "cu_seqlens_k": CU[:2]}, "2 sequences and .* 1"),
+    "int64": (3, {"cu_seqlens_q": CU.long(), "cu_seqlens_k": CU}, "it must be torch.int32"),
+    "heads": (4, {}, "heads of q .* multiple"),
+    "rows": (4, {"indices": lists(1, 99, top=2, blocks=2)}, "indices must have shape"),
+}
+
+
+@pytest.mark.parametrize("traced", ["compiled", "meta"])
+@pytest.mark.parametrize("name", TRACED_ERRORS)
+def test_errors_in_a_trace(fresh_dynamo, name, traced):
+    """Errors that the registered op would not find."""
+    rank, changes, text = TRACED_ERRORS[name]
+    q, k, v, indices, block_size = call_of(100, 100, 64, 2, B=1, H=4, heads=3 if name == "heads" else 2)
+    if rank == 3:
+        q, k, v, indices = *(t[0].transpose(0, 1) for t in (q, k, v)), indices[0]
+    args = {"q": q, "k": k, "v": v, "indices": indices} | changes
+    call = selected_attention
+    if traced == "compiled":
+        call = torch.compile(call, backend="eager")
+    else:
+        args = {name: t.to("meta") for name, t in args.items()}
+    with pytest.raises((TypeError, ValueError), match=text):
+        call(**args, block_size=block_size)
+
+
 def test_opcheck():
     q, k, v, indices, block_size = call_of(150, 200, 4, 12, groups=2)
     mask = torch_op.crossing(SelectedBlocks(indices, block_size, True))
