@@ -116,14 +116,15 @@ class _Spread(torch.autograd.Function):
     def forward(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
         out = x.new_zeros(rows, *x.shape[1:])
         to = out
-        if not torch.compiler.is_compiling() and x.dim() > 1 and x.shape[-1] * x.element_size() % 8 == 0:
+        if not torch.compiler.is_compiling() and x.dim() > 1 and x.numel() and x.shape[-1] * x.element_size() % 8 == 0:
             # torch's kernel copies an element at a time, so 8 bytes at a time take a quarter of the steps of BF16.
-            x = (
+            aligned = (
                 x.contiguous()
                 if x.storage_offset() * x.element_size() % 8 == 0
                 else x.clone(memory_format=torch.contiguous_format)
             )
-            x, to = x.view(torch.int64), out.view(torch.int64)
+            to = out.view(torch.int64)
+            x = aligned.reshape(-1).view(torch.int64).view(-1, *to.shape[1:])  # one row may have any stride
         for places in slots.unflatten(0, (-1, each)).unbind(1):
             to.index_copy_(0, places, x)
         return out

@@ -112,6 +112,8 @@ def sorted_choices(choices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     Keys are -1 for negative choices and `experts` for those above, in 16 bits where they fit: a radix sort of these has
     two passes, of int64 eight.
     """
+    if choices.dtype not in (torch.int32, torch.int64):  # -1 and `experts` may not be numbers of theirs
+        choices = choices.int()
     keys = choices.flatten().clamp(-1, experts)
     return keys.to(torch.int16 if experts < 2**15 - 1 else torch.int32).sort(stable=True)
 

@@ -9,6 +9,7 @@ from torch import nn
 from cute_kernels.testing.reference import normal
 from sparse_collective.nn import BsrGroupedLinear, BsrMixtureOfExperts, SwiGLU, densify_
 from sparse_collective.nn.feed_forward import routing_of
+from sparse_collective.padded_rows import Padding, spread
 
 from .nn_parts import BF16, blocks_of, masked, near
 
@@ -78,6 +79,25 @@ def test_routing():
         rows, slots, groups = routing_of(choices.long(), experts, group)
         assert slots.unique().numel() == tokens * k and rows == group * len(groups)
         assert torch.equal(groups[slots // group].long(), choices.long().flatten())
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 3), (1, 8), (4, 0), (0, 8), (4, 2, 4), (4,)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_of_any_layout(shape, dtype):
+    """Rows are copied 8 bytes at a time where their layout allows it."""
+    slots, n = torch.tensor([3, 0, 5, 1])[: shape[0]], torch.Size(shape).numel()
+    strided = torch.randn(*shape[::-1]).to(dtype).permute(*range(len(shape))[::-1])
+    for x in (strided.contiguous(), strided, torch.randn(n + 1).to(dtype)[1:].view(shape)):
+        assert torch.equal(spread(x, Padding(6, slots, slots))[slots], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("experts", [100, 300])
+def test_choices_of_any_integer_type(dtype, experts):
+    """Types that cannot hold -1, or the number of experts, too."""
+    choices = torch.randint(100, (50, 2)).to(dtype)
+    for found, expected in zip(routing_of(choices, experts, 64), routing_of(choices.long(), experts, 64), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
 @pytest.mark.parametrize("one_pattern", [True, False])
