@@ -47,3 +47,7 @@ class SelectedOptions(TypedDict, total=False):
     deterministic: bool | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None

@@ -253,7 +253,7 @@ def attention_cached(
     if narrow:
         q = q.to(accumulator(dtype))
     for b, (first, length) in enumerate(spans_of(seqused_k)):
-        rows = [t[b : b + 1] if page_table is None else _pages(t, page_table[b].long()) for t in (k, v)]
+        rows = [t[b : b + 1] if page_table is None else pages(t, page_table[b].long()) for t in (k, v)]
         if narrow:
             scales = (s if s is None else s[b : b + 1] for s in (k_descale, v_descale))
             rows = [dequantised(t, s, q.dtype) for t, s in zip(rows, scales, strict=True)]
@@ -282,7 +282,7 @@ def spans_of(seqused_k: Tensor) -> list[tuple[int, int]]:
     return [(min(max(first, 0), max(last, 0)), max(last, 0)) for first, last in pairs]
 
 
-def _pages(t: Tensor, numbers: Tensor) -> Tensor:
+def pages(t: Tensor, numbers: Tensor) -> Tensor:
     """Rows (1, heads, rows, D) of pages (pages, heads, page_size, D)."""
     t = torch.cat([t, t.new_zeros(1, *t.shape[1:])])
     there = (numbers >= 0) & (numbers < len(t) - 1)

@@ -1,20 +1,25 @@
 """selected_attention: every query token attends to its own list of KV blocks."""
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from cute_kernels.checks import watched
 from cute_kernels.explain import explains
 from cute_kernels.runtime.autocast import any_autocast
+from cute_kernels.runtime.front import NeedsDispatcher, dispatched
 
 from .. import dispatch
 from ..annotations import SelectedOptions
 from ..arguments import AttentionArgs
+from ..checks import narrow
 from ..operands import autocast
 from ..ops import call
 from ..plan import FlashPlan
 from .blocks import SIDE, SelectedBlocks
 from .checks import OP, check
+from .decode.dispatch import NO_GRADIENT, CacheArgs, attend, plan_selected
 
 
 @overload
@@ -53,6 +58,10 @@ def selected_attention(
     deterministic: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which every query token has its own list of KV blocks, as in MSA, QSA, NSA and MoBA.
 
@@ -71,6 +80,11 @@ def selected_attention(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
             are (total_k, Hkv, D or Dv), and indices are (total_q, top) or (total_q, G, top). Blocks are counted from
             the first key of each sequence.
+        seqused_k, page_table, k_descale, v_descale: see attention: a KV cache, contiguous, (B, Hkv, capacity, D), or
+            paged, (pages, Hkv, page_size, D), with seqused_k (B,). k and v may be FP8. Blocks are logical blocks of the
+            sequence, the last q token is at key seqused_k - 1, and Sq is at most 16. Only keys of listed blocks are
+            read, and a list must not contain a block twice, which is not checked. No gradients, and not head
+            dimension 512.
 
     Returns:
         (B, H, Sq, Dv) with q's dtype; with cu_seqlens (total_q, H, Dv). With return_lse=True also lse, (B, H, Sq) or
@@ -85,8 +99,8 @@ def selected_attention(
     Raises:
         TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
             launch. The contents of indices are not checked.
-        RuntimeError: an argument requires a gradient, and the head dimension is 512 on a GPU; or the GPU is older than
-            sm_80.
+        RuntimeError: an argument requires a gradient, and the head dimension is 512 on a GPU, or there is a KV cache;
+            or the GPU is older than sm_80.
 
     Example:
         q = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
@@ -97,6 +111,12 @@ def selected_attention(
     """
     if any_autocast():
         q, k, v = autocast(q, k, v)
+    if _cached(k, v, seqused_k, page_table, k_descale, v_descale):
+        _refuse_packed(cu_seqlens_q, cu_seqlens_k)
+        terms: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "causal": causal}
+        terms |= {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+        out, lse = _decode(CacheArgs(q, k, v, sinks=sinks, **terms), indices, block_size)
+        return out if lse is None else (out, lse)
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
     args = _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k)
     args = args._replace(softcap=softcap, scale=scale, return_lse=return_lse, sinks=sinks, deterministic=deterministic)
@@ -109,6 +129,35 @@ def selected_attention(
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1).contiguous(), None if lse is None else lse[0]
     return out if lse is None else (out, lse)
+
+
+def _cached(k, v, *tensors) -> bool:
+    """True if the arguments are those of a KV cache."""
+    return any(t is not None for t in tensors) or narrow(k, v)
+
+
+def _refuse_packed(cu_seqlens_q, cu_seqlens_k) -> None:
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise TypeError(
+            f"{OP}: cu_seqlens_q and cu_seqlens_k are not supported with a KV cache (seqused_k, page_table, k_descale, "
+            "v_descale or FP8 k and v); pass q as (B, H, Sq, D) with the same number of tokens per sequence"
+        )
+
+
+def _decode(args: CacheArgs, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor | None]:
+    """A call with a KV cache."""
+    q, k, v = args[:3]
+    if watched(q, k, v, args.sinks):
+        raise RuntimeError(NO_GRADIENT)
+    if not is_compiling():
+        try:
+            if not dispatched(OP, q, k, v, indices, args.seqused_k, args.page_table, args.sinks, *args.descales):
+                return attend(args, indices, block_size)
+        except NeedsDispatcher:
+            pass
+    from .decode.torch_op import traced  # imports torch's compiler, which takes seconds
+
+    return traced(args, indices, block_size)
 
 
 def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k) -> AttentionArgs:
@@ -131,10 +180,15 @@ def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_
 
 def _plan(
     q, k, v, indices, block_size, *, causal=False, cu_seqlens_q=None, cu_seqlens_k=None, softcap=None, scale=None,
-    return_lse=False, sinks=None, **options,
+    return_lse=False, sinks=None, seqused_k=None, page_table=None, k_descale=None, v_descale=None, **options,
 ) -> FlashPlan:  # fmt: skip
     """The plan of the same call of selected_attention."""
     q, k, v = autocast(q, k, v)
+    if _cached(k, v, seqused_k, page_table, k_descale, v_descale):
+        _refuse_packed(cu_seqlens_q, cu_seqlens_k)
+        tensors = {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+        cached = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "causal": causal}
+        return plan_selected(CacheArgs(q, k, v, sinks=sinks, **tensors, **cached), indices, block_size)
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
     args = _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k)
     terms = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "sinks": sinks}

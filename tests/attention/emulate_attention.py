@@ -11,6 +11,7 @@ import attention.dispatch as eager
 import attention.gradients  # noqa: F401 (what it imports of plan must not be what `install` puts there)
 import attention.operands  # noqa: F401
 import attention.plan as plan
+import attention.selected.decode.dispatch as selected
 from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts
 from attention.forward.fp8.transposed_values import KEYS, place_of
 from attention.reference import spans_of
@@ -228,6 +229,34 @@ class EmulatedDecode(EmulatedFlash):
             self.attend(q[one], *kv, out[one], None if lse is None else lse[one], sinks, *scalars)
 
 
+class EmulatedSelectedDecode(EmulatedFlash):
+    """The same of decode from selected blocks: the reference, from the arguments as the kernel reads them."""
+
+    def __call__(self, q, k, v, out, lse, sinks, lists, seqlens, table, parts, part_lses, *more):
+        facts = self.facts
+        insist_on_arguments(facts, (q, k, v, out, lse, sinks, lists, seqlens, table, parts, part_lses, *more))
+        *scales, scale_log2, softcap, right, count = more
+        assert [s is not None for s in scales] == [facts.k_descale, facts.v_descale] and right in (0, q.shape[2])
+        assert facts.smem_bytes <= facts.spec.smem and (table is not None) == (facts.page_size > 0)
+        assert (parts is not None) == facts.split == (count > 1)
+        if parts is not None:
+            assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
+        self.insist(q, k, v, out, lse, softcap, 0, right)
+        scale = softcap * scale_log2 / (2 * LOG2E**2) if facts.softcap else scale_log2 / LOG2E
+        terms = {
+            "softcap": scale_log2 / LOG2E if facts.softcap else None,
+            "scale": scale,
+            "sinks": sinks,
+            "causal": right == 0,
+        }
+        args = selected.CacheArgs(q, k, v, seqused_k=seqlens, page_table=table, **terms)
+        args = args._replace(k_descale=scales[0], v_descale=scales[1])
+        result, result_lse = selected._reference(args, lists, facts.block_size)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(result_lse)
+
+
 def dequantised(t, scale):
     """K or V of 8 bits (B, Hkv, S, D) times its scales (B, Hkv), None for 1; of 16 bits as it is."""
     t = t.float() if t.dtype in FLOAT8 else t
@@ -250,7 +279,12 @@ def of_forward(facts):
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
 
 
-KINDS = {"flash forward": of_forward, "FP8 values": EmulatedValues, "decode": EmulatedDecode}
+KINDS = {
+    "flash forward": of_forward,
+    "FP8 values": EmulatedValues,
+    "decode": EmulatedDecode,
+    "selected decode": EmulatedSelectedDecode,
+}
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
@@ -258,6 +292,7 @@ def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
     monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms))
     monkeypatch.setattr(eager, "_PLANS", PlanCache(operands=3))
+    monkeypatch.setattr(selected, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())
     other = families.function_for
     monkeypatch.setattr(families, "function_for", lambda facts: KINDS.get(facts.family, other)(facts))

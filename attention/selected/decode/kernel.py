@@ -1,0 +1,153 @@
+"""The decode kernel for selected blocks, on all architectures: bound by the bytes of the selected K and V.
+
+    four warps     each with all 16 packed rows of a query token, every fourth KV tile of the list, and its own ring
+                   (mainloop); at the end their results are merged (decode/fp8/merge)
+
+Roles, launches and the merge are those of decode from an FP8 cache (decode/fp8/kernel). A CTA computes one split of a
+token's list. Where that kernel walks the tiles of a sequence, this one walks those of a list, whose rows are gathered
+from the cache or its pages; K and V may be FP8 or 16-bit.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from cute_kernels.tile.ampere import ALIGN, WARP
+from cute_kernels.tile.ptx import BY_BITS_SCALE
+
+from ...decode.combine import Combine
+from ...decode.fp8.mainloop import WarpState
+from ...decode.fp8.merge import WIDTH, Merge
+from .config import ROWS, SelectedDecodeFacts
+from .mainloop import Gather16, GatherFloat8
+from .problem import ListSource, TokenScheduler, problem_of
+
+
+class Merge16(Merge):
+    """The merge of warps whose accumulators have their columns in mma.sync's order."""
+
+    @cute.jit
+    def write(self, c: WarpState, at_acc: Int32):
+        """Write a warp's O (16, Dv) to shared memory: a lane has two neighbors of each 8 columns."""
+        lane = cute.arch.lane_idx()
+        values = cute.make_tensor(c.acc_O.iterator, cute.make_layout((2, 2, cute.size(c.acc_O) // 4)))
+        at = at_acc + ((c.warp * ROWS + lane // 4) * self.pitch + lane % 4 * 2) * WIDTH
+        for r in range_constexpr(2):
+            for i in range_constexpr(self.facts.head_dim_v // 8):
+                place = cute.make_ptr(
+                    Float32, at + (8 * r * self.pitch + 8 * i) * WIDTH, cute.AddressSpace.smem, assumed_align=2 * WIDTH
+                )
+                cute.autovec_copy(values[None, r, i], cute.make_tensor(place, cute.make_layout(2)))
+
+
+class SelectedDecode:
+    """Compiles to one kernel per `SelectedDecodeFacts`, plus the combine kernel with split lists."""
+
+    def __init__(self, facts: SelectedDecodeFacts):
+        self.facts, self.cfg = facts, facts.config
+        self.mainloop = (GatherFloat8 if facts.cache else Gather16)(facts)
+        self.merge = (Merge if facts.cache else Merge16)(facts)
+        self.threads = WARP * facts.config.groups
+        self.smem_bytes = facts.smem_bytes
+
+    # ------------------------------------------------------------------ launch
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D) or (pages, Hkv, page_size, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv) or (pages, Hkv, page_size, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mSinks: cute.Tensor | None,  # (H,)
+        mIndices: cute.Tensor,  # (B, Sq, G, top)
+        mSeqlens: cute.Tensor,  # (B,)
+        mTable: cute.Tensor | None,  # (B, pages per sequence)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv) fp32
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq) fp32
+        mKScale: cute.Tensor | None,  # (B, Hkv) fp32
+        mVScale: cute.Tensor | None,  # (B, Hkv) fp32
+        scale_log2: Float32,
+        softcap: Float32,
+        right: Int32,
+        splits: Int32,
+        stream: cuda.CUstream,
+    ):
+        facts = self.facts
+        batch, heads, tokens, _ = mQ.shape
+        source, scheduler, seqlens = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
+        self.kernel(
+            mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2, softcap,
+            None if const_expr(facts.split) else mSinks,
+        ).launch(
+            grid=(scheduler.count, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.cfg.ctas,
+            preferred_smem_carveout=100,  # not exported; otherwise the DSL would query a GPU
+            use_pdl=facts.early,
+            stream=stream,
+        )  # fmt: skip
+        if const_expr(facts.split):
+            combine = Combine(facts.head_dim_v, facts.early)
+            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
+                grid=(tokens, heads, batch), block=(combine.threads, 1, 1), use_pdl=facts.early, stream=stream
+            )
+
+    # ------------------------------------------------------------------ kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,  # (B, H, Sq, D)
+        mK: cute.Tensor,  # (B or pages, Hkv, S, D)
+        mV: cute.Tensor,  # (B or pages, Hkv, S, Dv)
+        mO: cute.Tensor,  # (B, H, Sq, Dv)
+        mLSE: cute.Tensor | None,  # (B, H, Sq)
+        mPartO: cute.Tensor | None,  # (splits, B, H, Sq, Dv)
+        mPartLSE: cute.Tensor | None,  # (splits, B, H, Sq)
+        mKScale: cute.Tensor | None,  # (B, Hkv)
+        mVScale: cute.Tensor | None,  # (B, Hkv)
+        source: ListSource,
+        scheduler: TokenScheduler,
+        seqlens,
+        scale_log2: Float32,
+        softcap: Float32,
+        mSinks: cute.Tensor | None,  # (H,); None with splits
+    ):
+        facts = self.facts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        at_softmax = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
+        at_q = at_softmax + const_expr(facts.softmax_bytes)
+        rings = at_q + const_expr(facts.q_bytes)
+        tile = scheduler.decode(cute.arch.block_idx()[0])
+        if const_expr(facts.early):
+            cute.arch.griddepcontrol_wait()  # no global memory access before it
+        seqlen = seqlens.of(tile.b)
+        tiles = source.for_tile(tile, seqlen)
+        row0, rows = source.rows(tile, seqlen)
+        row, kv_head = row0 + cute.arch.lane_idx() // 4, source.kv_head(tile)  # the row of this thread, packed
+        ring = rings + warp * self.mainloop.ring_bytes
+        caches = mK[None, kv_head, None, None], mV[None, kv_head, None, None]
+        valid = cute.make_rmem_tensor(self.cfg.stages, Int32)
+        if tiles.count > 0:
+            self.mainloop.fill_ring(ring, warp, tiles, caches, valid)
+        k_scale = v_scale = None
+        if const_expr(mKScale is not None):
+            k_scale = mKScale[tile.b, kv_head]
+        if const_expr(mVScale is not None):
+            v_scale = mVScale[tile.b, kv_head]
+        if const_expr(facts.by_bits):
+            v_scale = (v_scale if const_expr(v_scale is not None) else Float32(1.0)) / BY_BITS_SCALE
+        sinks = source.heads.sink_registers(mSinks, 2)
+        source.heads.read_sinks(mSinks, tile, row, sinks)
+        c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)
+        c.softmax.clear()
+        c.acc_O.fill(0.0)
+        if tiles.count > 0:
+            self.mainloop.run(c, tiles, caches, valid, softcap)
+        if const_expr(facts.early):
+            cute.arch.griddepcontrol_launch_dependents()
+        outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)
+        self.merge(c, at_softmax, rings, sinks, v_scale, *outputs, rows, row0)
