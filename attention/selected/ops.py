@@ -76,7 +76,8 @@ def selected_attention(
         block_size: tokens of a KV block: 1, 4, 16, 64 or 128.
         causal: True also masks keys after the token's position, inside selected blocks: row i is at position
             i + Sk - Sq.
-        softcap, scale, return_lse, sinks, deterministic: see attention.
+        softcap, scale, return_lse, sinks, deterministic: see attention. With sinks a tile has 128 tokens of one head
+            instead of the heads of a KV head, and so the union of more lists.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
             are (total_k, Hkv, D or Dv), and indices are (total_q, top) or (total_q, G, top). Blocks are counted from
             the first key of each sequence.
