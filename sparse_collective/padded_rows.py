@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels import checks
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.runtime.front import dispatched
+from cute_kernels.runtime.torch_compat import functorch_active
 
 from .checks import RUN_MULTIPLE
 
@@ -90,8 +91,18 @@ def spread(x: Tensor, padding: Padding, each: int = 1) -> Tensor:
         each: places of a row, which follow each other in padding.slots (T * each,).
     """
     if x.dtype in FLOAT8:  # index_copy has no kernel for them; bits of zero are zero
-        return _Spread.apply(x.view(torch.uint8), padding.slots, padding.rows, each).view(x.dtype)
+        return spread(x.view(torch.uint8), padding, each).view(x.dtype)
+    if torch.jit.is_tracing():  # which fails on a Function with setup_context
+        return _copied(x, padding.slots, padding.rows, each)
     return _Spread.apply(x, padding.slots, padding.rows, each)
+
+
+def _copied(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
+    """_Spread by differentiable torch ops, which copy the result once more for each place of a row."""
+    out = x.new_zeros(rows, *x.shape[1:])
+    for places in slots.unflatten(0, (-1, each)).unbind(1):
+        out = out.index_copy(0, places, x)
+    return out
 
 
 def spread_scale(op: str, scale: Tensor | None, x: Tensor, padding: Padding) -> Tensor | None:
@@ -114,19 +125,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
+        if functorch_active():  # vmap has no rule for index_copy_
+            return _copied(x, slots, rows, each)
         out = x.new_zeros(rows, *x.shape[1:])
-        to = out
-        if not torch.compiler.is_compiling() and x.dim() > 1 and x.numel() and x.shape[-1] * x.element_size() % 8 == 0:
-            # torch's kernel copies an element at a time, so 8 bytes at a time take a quarter of the steps of BF16.
-            aligned = (
-                x.contiguous()
-                if x.storage_offset() * x.element_size() % 8 == 0
-                else x.clone(memory_format=torch.contiguous_format)
-            )
-            to = out.view(torch.int64)
-            x = aligned.reshape(-1).view(torch.int64).view(-1, *to.shape[1:])  # one row may have any stride
         for places in slots.unflatten(0, (-1, each)).unbind(1):
-            to.index_copy_(0, places, x)
+            out.index_copy_(0, places, x)
         return out
 
     @staticmethod
