@@ -22,7 +22,7 @@ SIDE = 128  # of blocks of scores
 
 @dataclass(frozen=True)
 class Complete:
-    """A mask_mod: compressed key j, which stands for `size` keys from j * stride on, once all of them are visible."""
+    """A mask_mod: compressed key j is visible once all `size` keys from j * stride on are."""
 
     size: int
     stride: int

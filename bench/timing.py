@@ -27,6 +27,22 @@ class Flush:
         torch.sum(self.read, dim=0, out=self.sum)
 
 
+def recorded(flush: Flush, call) -> tuple:
+    """Events before and after a call that finds nothing in L2."""
+    flush()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    return start, stop
+
+
+def microseconds(events: dict[str, list[tuple]]) -> dict[str, list[float]]:
+    """Time between the events of each pair; waits for them."""
+    torch.cuda.synchronize()
+    return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+
+
 def interleaved(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[str, list[float]]:
     """Microseconds of each call, one for each of `rounds` rounds; every round makes every call once, in order."""
     flush = Flush()
@@ -42,14 +58,8 @@ def interleaved(calls: dict, *, warm_s: float = 1.0, rounds: int = 60) -> dict[s
     events = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            flush()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+            events[name].append(recorded(flush, call))
+    return microseconds(events)
 
 
 def paced(calls: dict, *, warm_s: float = 1.0, rounds: int = 60, share_s: float = 0.4) -> dict[str, list[float]]:
@@ -72,14 +82,8 @@ def paced(calls: dict, *, warm_s: float = 1.0, rounds: int = 60, share_s: float 
     for turn in range(most):
         for name, call in calls.items():
             if (turn + 1) * count[name] // most > turn * count[name] // most:
-                flush()
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                stop.record()
-                events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: [1e3 * start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+                events[name].append(recorded(flush, call))
+    return microseconds(events)
 
 
 def graphed(call, count: int = IN_GRAPH):

@@ -13,7 +13,7 @@ from cute_kernels.runtime.front import NeedsDispatcher, dispatched
 from .. import dispatch
 from ..annotations import SelectedOptions
 from ..arguments import AttentionArgs
-from ..checks import narrow
+from ..checks import check_deterministic, narrow
 from ..operands import autocast
 from ..ops import call
 from ..plan import FlashPlan
@@ -116,6 +116,7 @@ def selected_attention(
         _refuse_packed(cu_seqlens_q, cu_seqlens_k)
         terms: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "causal": causal}
         terms |= {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+        check_deterministic(OP, deterministic)  # of backward, which a cache does not have
         out, lse = _decode(CacheArgs(q, k, v, sinks=sinks, **terms), indices, block_size)
         return out if lse is None else (out, lse)
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)

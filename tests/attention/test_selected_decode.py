@@ -233,6 +233,7 @@ ERRORS = {
     "a list": ({"indices": [1]}, TypeError, "indices must be a torch.Tensor, got list"),
     "block size": ({"block_size": 32}, ValueError, "one of 1, 4, 16, 64, 128 tokens, got 32"),
     "causal": ({"causal": 1}, TypeError, "causal must be True or False"),
+    "deterministic": ({"deterministic": 1}, TypeError, "deterministic must be True, False or None"),
     "return_lse": ({"return_lse": 1}, TypeError, "return_lse must be True or False"),
     "sinks": ({"sinks": torch.zeros(3, dtype=FP32)}, ValueError, "sinks has shape"),
 }

@@ -12,6 +12,7 @@ from cute_kernels import checks as common
 from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
+from cute_kernels.runtime.device import forced_path
 
 from ... import checks, reference
 from ... import plan as planning
@@ -52,7 +53,7 @@ def attend(args: CacheArgs, indices: Tensor, block_size: int) -> tuple[Tensor, T
     optional: Any = args[OPTIONAL]
     tensors = *args[:3], indices, *(t for t in optional if t is not None)
     given = tuple(map(type, optional))
-    key = block_size, args.causal, args.softcap, args.scale, args.return_lse, given, forced_splits()
+    key = block_size, args.causal, args.softcap, args.scale, args.return_lse, given, forced_path(), forced_splits()
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
         plan = _PLANS.checked(OP, key, tensors, None, partial(plan_selected, args, indices, block_size))
