@@ -75,7 +75,14 @@ def test_shares_add_up_to_everything():
     assert len(select(items, "some commit", None)) < len(without) + len(items) / 4
 
 
-@pytest.mark.parametrize(("module", "names"), [("attention.decode.kernel_sm90", {"decode"}), (None, set())])
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("attention.decode.combine", {"decode", "selected decode"}),
+        ("attention.selected.decode.mainloop", {"selected decode"}),
+        (None, set()),
+    ],
+)
 def test_kernels_of_changed_families(monkeypatch, module, names):
     """No more than MOST of them; of a commit that git does not know all families count as changed."""
     monkeypatch.setattr(sources, "changed_since", lambda commit: {module} if module else set())
