@@ -164,7 +164,7 @@ class MainloopSm80:
         stage_do = stage if const_expr(facts.stages_do > 1) else Int32(0)
         # `zero` keeps the compiler from hoisting swizzled addresses of `parts` and the bounds of a window out of the
         # loop: registers do not suffice for them.
-        zero = zero_of(i)
+        zero = zero_of(number)
         by = {"Q": zero + stage * ops["Q of S"].bytes, "dO": zero + stage_do * ops["dO of dP"].bytes}
         parts = {name: part.moved(by.get(name.split()[0], zero)) for name, part in c.parts.items()}
         after = (stage + 1) % cfg.stages
