@@ -100,13 +100,14 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"kv_heads": kv_heads, "top": top, "window": window, "compress_stride": compress_stride}
+        for name, value, least in (*((*size, 1) for size in sizes.items()), ("initial", initial, 0), ("local", local, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if initial + local > top:
             raise ValueError(f"initial + local must be at most top, got {initial} + {local} and {top}")
-        for name, value in (("top", top), ("window", window), ("compress_stride", compress_stride)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if compress_size < compress_stride:
             raise ValueError(
                 f"compress_size must be at least compress_stride, so that no token is left out, got {compress_size} "
@@ -165,7 +166,8 @@ class NativeSparseAttention(nn.Module):
             logits = (grouped @ k[:, :, None].mT).float() * width**-0.5
             norm = lse[:, :, begin : begin + part].float().unflatten(1, (self.kv_heads, share))
             weight = (logits - norm[..., None]).exp()
-            score = weight.masked_fill(~visible(0, 0, row, key), 0.0).sum(2) @ overlap
+            with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):  # scores stay FP32
+                score = weight.masked_fill(~visible(0, 0, row, key), 0.0).sum(2) @ overlap
             found.append(lists_of_scores(score, row, rows, self.top, self.block_size, self.local, self.initial))
         return torch.cat(found, 1) if found else q.new_empty(batch, 0, self.kv_heads, self.top, dtype=torch.int32)
 

@@ -9,9 +9,9 @@ from cute_kernels.testing.reference import attention_plainly
 SMALL = {"block_size": 16, "top": 4, "compress_size": 8, "compress_stride": 4, "window": 20}
 
 
-def layer(dtype=torch.float64, device="cpu", **changes) -> NativeSparseAttention:
+def layer(dtype=torch.float64, device="cpu", head_dim=16, **changes) -> NativeSparseAttention:
     torch.manual_seed(0)
-    return NativeSparseAttention(24, 4, 2, 16, **SMALL | changes, dtype=dtype, device=device)
+    return NativeSparseAttention(24, 4, 2, head_dim, **SMALL | changes, dtype=dtype, device=device)
 
 
 def plainly(module: NativeSparseAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +79,8 @@ def test_rotary_is_applied_to_queries_and_keys():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_parameters_train(device):
     """Gradients reach every parameter, and the layer learns to repeat an earlier token."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    module = layer(dtype, device)
+    dtype, head_dim = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 64)  # which kernels have
+    module = layer(dtype, device, head_dim)
     x = torch.randn(2, 64, 24, device=device, dtype=dtype)
     optimizer, losses = torch.optim.Adam(module.parameters(), 2e-2), []
     for _ in range(12):
@@ -91,6 +91,24 @@ def test_all_parameters_train(device):
         losses.append(loss.item())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast(device):
+    """An FP32 layer computes in BF16, with scores of blocks in FP32, and trains."""
+    module, x = layer(torch.float32, head_dim=64), torch.randn(2, 96, 24)
+    expected = module(x).detach()
+    module.to(device)
+    with torch.autocast(device, torch.bfloat16):
+        y = module(x.to(device))
+    y.float().sum().backward()
+    assert y.dtype is torch.bfloat16 and all(p.grad.isfinite().all() for p in module.parameters())
+    assert (y.float().cpu() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_on_the_meta_device():
+    x = torch.randn(2, 96, 24, device="meta")
+    assert layer(torch.float32, "meta")(x).shape == x.shape
 
 
 @pytest.mark.slow
@@ -106,6 +124,8 @@ def test_compiled():
     ("changes", "words"),
     [
         ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"kv_heads": 0}, "kv_heads must be at least 1"),
+        ({"initial": -1}, "initial must be at least 0"),
         ({"top": 2}, "initial \\+ local must be at most top"),
         ({"window": 0}, "window must be at least 1"),
         ({"compress_stride": 16}, "no token is left out"),
