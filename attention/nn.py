@@ -100,10 +100,11 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"kv_heads": kv_heads, "top": top, "window": window, "compress_stride": compress_stride}
-        for name, value, least in (*((*size, 1) for size in sizes.items()), ("initial", initial, 0), ("local", local, 0)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        ones = {"kv_heads": kv_heads, "top": top, "window": window, "compress_stride": compress_stride}
+        for least, sizes in ((1, ones), (0, {"initial": initial, "local": local})):
+            for name, value in sizes.items():
+                if value < least:
+                    raise ValueError(f"{name} must be at least {least}, got {value}")
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if initial + local > top:
