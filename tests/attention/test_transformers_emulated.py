@@ -29,10 +29,10 @@ def operands(rows, columns, head_dim=32):
     return tuple(torch.randn(BATCH, n, s, head_dim).bfloat16() for n, s in ((4, rows), (2, columns), (2, columns)))
 
 
-def check(q, k, v, mask, **options):
+def check(q, k, v, mask, module=MODULE, **options):
     with on_emulator("sm_90", sms=4):
-        found, _ = attend(MODULE, q, k, v, mask, **options)
-    expected, _ = attend(MODULE, *(t.double() for t in (q, k, v)), mask, **options)
+        found, _ = attend(module, q, k, v, mask, **options)
+    expected, _ = attend(module, *(t.double() for t in (q, k, v)), mask, **options)
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
 
 
@@ -67,6 +67,16 @@ def test_packed_sequences():
     sequences = hf.find_packed_sequence_indices(positions)
     function = packed_function(hf.causal_mask_function, positions, sequences)
     check(*operands(70, 70), make_mask(BATCH, 70, 70, mask_function=function))
+
+
+def test_selected_blocks():
+    """In prefill and decoding, with and without padding, and in a static cache; blocks of 32 are two of 16."""
+    module = SimpleNamespace(is_causal=True, training=False, indexer=SimpleNamespace(block_size=32))
+    for rows, columns, offset in ((70, 70, 0), (2, 72, 70), (3, 150, torch.tensor(69))):
+        indices = torch.rand(BATCH, 2, rows, 3).argsort(-1)[..., :2]
+        for padding in (None, left(columns)):
+            mask = make_mask(BATCH, rows, columns, offset, attention_mask=padding)
+            check(*operands(rows, columns), mask, module, block_indices=indices)
 
 
 @pytest.mark.parametrize("path", ["sm_80", "sm_90"])

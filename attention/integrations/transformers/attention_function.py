@@ -17,6 +17,7 @@ from cute_kernels.checks import watched
 from .block_masks import ATTRIBUTE
 from .distributed import PlannedMask, check_none_active
 from .masks import Mask
+from .selected import attend_blocks
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
 SELECTED = f"sparse attention to selected keys is not supported; {ELSE}"
@@ -28,7 +29,6 @@ REFUSED = {
     "cache": PAGED,
     "block_table": PAGED,
     "indices": SELECTED,  # DeepSeek Sparse Attention: its indexer's tokens
-    "block_indices": SELECTED,  # MiniMax-M3: its indexer's blocks
     "sinks": f"attention sinks that depend on the query are not supported; {ELSE}",  # Inkling-2
 }
 # Keywords that affect no implementation's result, or that repeat information of the mask: models forward their
@@ -63,6 +63,7 @@ def attend(
     position_bias: Tensor | None = None,
     score_mod: Callable | None = None,
     deterministic: bool | None = None,
+    block_indices: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """softmax(query @ key.T) @ value of a layer, under its mask.
@@ -82,6 +83,8 @@ def attend(
         position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as in T5; differentiable.
         score_mod: FlexAttention's function of (score, b, h, q, kv); excludes position_bias.
         deterministic: True for a gradient of query that is bitwise identical on every run; None: torch's setting.
+        block_indices: (B, lists per token, Sq, top), the KV blocks that each query token attends to, padded with -1, of
+            module.indexer.block_size keys, as in MiniMax-M3; excludes cu_seq_lens, packed sequences and biases.
         kwargs: None, or one of HARMLESS.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU an unsupported D or Dv (MiniLM's
@@ -122,7 +125,10 @@ def attend(
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given or both be None")
-    out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
+    if block_indices is None:
+        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
+    else:
+        out = attend_blocks(module, *padded(*operands), attention_mask, block_indices, packed, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]

@@ -159,7 +159,7 @@ class Mask(FlexBlockMask):
 
         def make() -> BlockMask:
             if self._uses_elements():
-                return BlockMask.from_elements(self._elements(), lengths=self.lengths)
+                return BlockMask.from_elements(self.elements(), lengths=self.lengths)
             some, every, mask_mod = self.tables((128, 128))
             if mask_mod is None:
                 return BlockMask.from_blocks(some, lengths=self.lengths)
@@ -168,31 +168,34 @@ class Mask(FlexBlockMask):
         return self._once("block mask", make)
 
     def within(self, blocks: BlockMask) -> BlockMask:
-        """The intersection of this mask and a block mask of the same lengths."""
+        """The intersection of this mask and a block mask of the same lengths, cached."""
+        made = self._once(("within", id(blocks)), lambda: (self.intersection(blocks), blocks))
+        return made[0]  # holding blocks keeps its id unique
 
-        def make() -> BlockMask:
-            if self._uses_elements():
-                return BlockMask.from_elements(blocks.to_dense() & self._elements(), lengths=self.lengths)
-            some, every, mask_mod = self.tables(blocks.blocksize)
-            if mask_mod is None:
-                return blocks
-            partial, full = blocks.tables()
-            listed, mask_mod = partial | full, both(blocks.mask_mod, mask_mod)
-            shape = torch.broadcast_shapes(listed.shape, some.shape)
-            edges = (partial | ~every).expand(shape)
-            return BlockMask.from_blocks(
-                (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, partial=edges, mask_mod=mask_mod
-            )
-
-        return self._once(("within", id(blocks)), lambda: (make(), blocks))[0]  # holding blocks keeps its id unique
+    def intersection(self, blocks: BlockMask) -> BlockMask:
+        """The same, created in each call."""
+        if self._uses_elements():
+            return BlockMask.from_elements(blocks.to_dense() & self.elements(), lengths=self.lengths)
+        some, every, mask_mod = self.tables(blocks.blocksize)
+        if mask_mod is None:
+            return blocks
+        partial, full = blocks.tables()
+        listed, mask_mod = partial | full, both(blocks.mask_mod, mask_mod)
+        shape = torch.broadcast_shapes(listed.shape, some.shape)
+        edges = (partial | ~every).expand(shape)
+        return BlockMask.from_blocks(
+            (listed & some).expand(shape), blocks.blocksize, lengths=self.lengths, partial=edges, mask_mod=mask_mod
+        )
 
     def _uses_elements(self) -> bool:
         """True if a tensor of elements is created: numbers in a mask are constants of a kernel, and in decode they
         change with every token."""
         return self.kind is not None and self.lengths[0] <= MOST_DECODE_ROWS
 
-    def _elements(self) -> Tensor:
-        """Bool (B or 1, 1, rows, columns) of a known kind."""
+    def elements(self) -> Tensor:
+        """Bool (B or 1, 1, rows, columns), True where a score is unmasked."""
+        if self.kind is None:
+            return self.dense()
         begin, end, _ = self._bands()
         column = torch.arange(self.lengths[1], dtype=torch.int32, device=self.device)
         seen = (column >= begin[..., None]) & (column < end[..., None])  # (rows, columns) or (B, rows, columns)

@@ -1,0 +1,172 @@
+"""Layers whose query tokens attend to their own lists of KV blocks (MiniMax-M3), by selected_attention.
+
+The model's own indexer selects the blocks. The layer's mask and its number of query tokens determine the call:
+
+| mask | query tokens | call |
+| --- | --- | --- |
+| causal | more than 16, or with gradients | selected_attention of whole sequences |
+| causal | at most 16 | selected_attention with seqused_k: the KV cache's decode kernel |
+| any other, as with padding | at most 16 | the same, with a list of the unmasked keys of the blocks |
+| any other | more than 16, or with gradients | block_sparse_attention with the intersection of both masks |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attention import BlockMask, block_sparse_attention, selected_attention
+from attention.masks.mask_mods import Elements, both
+from attention.selected.blocks import BLOCK_SIZES, SelectedBlocks, mask_of
+from attention.selected.decode.config import WIDE_16
+from attention.selected.decode.dispatch import MOST_TOKENS
+from cute_kernels.checks import watched
+
+from .block_masks import ATTRIBUTE
+from .distributed import PlannedMask, check_none_active
+from .masks import Mask
+
+ELSE = 'use attn_implementation="sdpa" or "eager"'
+REFUSED = "is not supported with block_indices, the selected blocks of a layer"
+
+
+def attend_blocks(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, block_indices: Tensor, packed: tuple | None, options: dict
+) -> Tensor:
+    """(B, H, Sq, Dv) of a layer that passes block_indices, see block_lists. packed: cumulative sequence lengths."""
+    restarts = isinstance(mask, Mask) and mask.kind is not None and mask.kind.sequences is not None
+    if packed is not None or restarts:
+        raise ValueError(
+            f"{type(module).__name__}: packed sequences (cu_seq_lens, or position_ids that restart) are not supported: "
+            "the layer's indexer counts blocks from the first key of a batch index, so it would select blocks of other "
+            "sequences; pass one sequence per batch index, padded on the right"
+        )
+    lists, block_size = block_lists(module, block_indices, q.shape[1], k.shape[1])
+    return attend_selected(module, q, k, v, mask, lists, block_size, options)
+
+
+def block_lists(module: nn.Module, block_indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, int]:
+    """(lists, block_size) of selected_attention from the indices that a layer passes.
+
+    Args:
+        module: the layer; its indexer's block_size is the number of keys of a block, any positive number.
+        block_indices: (B, lists per token, Sq, top) integers, padded with -1.
+
+    Returns:
+        (B, Sq, G, top) int32, with G of 1, kv_heads or heads, and the largest supported divisor of the block size;
+        a larger block is several entries.
+    """
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"{type(module).__name__}: block_indices require indexer.block_size of the layer, a positive int, got "
+            f"{size!r}; {ELSE}"
+        )
+    if block_indices.dim() != 4 or heads % block_indices.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__}: block_indices must have shape (batch, lists, queries, top), with a number of "
+            f"lists that divides the {heads} heads, got {tuple(block_indices.shape)}; {ELSE}"
+        )
+    lists = block_indices.transpose(1, 2).to(torch.int32, memory_format=torch.contiguous_format)
+    groups = lists.shape[2]
+    if groups not in (1, kv_heads, heads):
+        lists = lists.repeat_interleave((heads if kv_heads % groups else kv_heads) // groups, 2)
+    block_size = max(n for n in BLOCK_SIZES if size % n == 0)
+    return (lists if block_size == size else parts_of(lists, size // block_size)), block_size
+
+
+def parts_of(lists: Tensor, count: int) -> Tensor:
+    """Lists (..., top * count) of blocks that are `count` times smaller; parts of -1 are negative, too."""
+    part = torch.arange(count, dtype=lists.dtype, device=lists.device)
+    return torch.where(lists[..., None] < 0, -1, lists[..., None] * count + part).flatten(-2)
+
+
+def attend_selected(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, lists: Tensor, block_size: int, options: dict
+) -> Tensor:
+    """(B, H, Sq, Dv): attention to the blocks of lists (B, Sq, G, top) that the mask leaves.
+
+    mask: the result of make_mask; a bool tensor (B or 1, H or 1, Sq, Sk); or None, which is causal.
+    """
+    name, lengths = type(module).__name__, (q.shape[2], k.shape[2])
+    check_none_active()
+    check_supported(module, mask, options)
+    if mask is None:
+        if lengths[0] not in (1, lengths[1]):
+            raise ValueError(
+                f"{name}: a layer with selected blocks requires a mask if queries and keys differ in length, got "
+                f"{lengths[0]} and {lengths[1]}; create it with transformers.masking_utils.create_causal_mask"
+            )
+        return selected_attention(q, k, v, lists, block_size, causal=True, **options)
+    if isinstance(mask, Tensor):
+        return _under_elements(q, k, v, mask[..., : lengths[1]], lists, block_size, options)
+    mask = mask.to(q.device)
+    if lengths != mask.lengths or mask.batch not in (1, q.shape[0]) or mask.skipped:
+        raise ValueError(
+            f"{name}: the mask must have the batch size {q.shape[0]} and lengths {lengths} of the layer, and a cache "
+            f"must have all keys, got {mask.batch}, {mask.lengths} and {mask.skipped} dropped keys; {ELSE}"
+        )
+    return _masked(q, k, v, mask, lists, block_size, options)
+
+
+def check_supported(module: nn.Module, mask, options: dict) -> None:
+    """Refuse what cannot be combined with selected blocks."""
+    if getattr(module, ATTRIBUTE, None) is not None:
+        raise ValueError(f"a block mask (set_block_mask) {REFUSED}; call set_block_mask(model, None)")
+    if isinstance(mask, PlannedMask):
+        raise ValueError(f"context_parallel {REFUSED}; call the model outside of it")
+    if "score_mod" in options:
+        raise ValueError(f"a score_mod, position_bias or float attention_mask {REFUSED}; pass a bool attention_mask")
+    if mask is not None and not isinstance(mask, Mask) and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        raise TypeError(
+            f"attention_mask must be bool, (batch, 1 or heads, queries, keys), for a layer with selected blocks, got "
+            f"{mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}; {ELSE}"
+        )
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lists: Tensor, block_size: int, options: dict) -> Tensor:
+    """Attention under a mask of make_mask."""
+    last, decodes = mask.shift + mask.lengths[0], _decodes(q, k, v, options)
+    causal = mask.is_band() and mask.kind.left is None and mask.kind.right == 0
+    if causal and decodes:
+        seqused_k = mask.seqused_k(q.shape[0])
+        return selected_attention(q, k, v, lists, block_size, causal=True, seqused_k=seqused_k, **options)
+    if causal and isinstance(last, int) and last <= mask.lengths[1]:
+        k, v = k[:, :, :last], v[:, :, :last]  # a static cache that is not full yet
+        return selected_attention(q, k, v, lists, block_size, causal=True, **options)
+    if decodes:
+        return _keys(q, k, v, mask.elements(), lists, block_size, options)
+    blocks = mask_of(SelectedBlocks(lists, block_size, False), q.shape[1], mask.lengths)
+    return block_sparse_attention(q, k, v, mask.intersection(blocks), **options)
+
+
+def _under_elements(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor, block_size, options: dict) -> Tensor:
+    """Attention under a bool tensor."""
+    shape = *q.shape[:3], k.shape[2]
+    if seen.dim() != 4 or any(n not in (1, extent) for n, extent in zip(seen.shape, shape, strict=True)):
+        raise ValueError(
+            f"attention_mask must broadcast to (batch, heads, queries, keys) = {shape}, got shape {tuple(seen.shape)}"
+        )
+    if seen.shape[1] == 1 and _decodes(q, k, v, options):
+        return _keys(q, k, v, seen, lists, block_size, options)
+    blocks = mask_of(SelectedBlocks(lists, block_size, False), q.shape[1], shape[2:])
+    partial, full = blocks.tables()
+    mask_mod = both(blocks.mask_mod, Elements(seen.expand(shape)))
+    mask = BlockMask.from_blocks(partial | full, blocks.blocksize, lengths=blocks.lengths, mask_mod=mask_mod)
+    return block_sparse_attention(q, k, v, mask, **options)
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor, options: dict) -> bool:
+    """True if selected_attention's kernel for KV caches supports the call: it has no backward."""
+    few = q.shape[2] <= MOST_TOKENS and max(q.shape[-1], v.shape[-1]) <= max(WIDE_16)
+    return few and not watched(q, k, v, options["sinks"])
+
+
+def _keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor, block_size: int, options: dict) -> Tensor:
+    """Attention to the keys of the selected blocks that are True in `seen`, (B or 1, 1, Sq, Sk), without gradients."""
+    columns = k.shape[2]
+    keys = parts_of(lists, block_size)  # (B, Sq, G, top * block_size)
+    seen = seen.transpose(1, 2).expand(*keys.shape[:3], columns)
+    masked = ~seen.gather(-1, keys.clamp(0, columns - 1).long()) | (keys >= columns)
+    seqused_k = torch.full(q.shape[:1], columns, dtype=torch.int32, device=q.device)
+    return selected_attention(q, k, v, keys.masked_fill(masked, -1), 1, seqused_k=seqused_k, **options)

@@ -1,0 +1,296 @@
+"""transformers' models that select KV blocks with attn_implementation="cute_kernels" beside "eager", on the CPU."""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+minimax = pytest.importorskip("transformers.models.minimax_m3_vl")
+
+from transformers import DynamicCache, StaticCache  # noqa: E402
+from transformers.generation.configuration_utils import CompileConfig  # noqa: E402
+
+from attention import patterns  # noqa: E402
+from attention.integrations.transformers import register, set_block_mask  # noqa: E402
+from attention.integrations.transformers.attention_function import attend  # noqa: E402
+from attention.integrations.transformers.masks import make_mask  # noqa: E402
+
+from .selected_parts import lists, seen_of  # noqa: E402
+
+register()
+transformers.logging.set_verbosity_error()
+
+CLOSE = {"rtol": 1e-3, "atol": 2e-4}  # of logits with a deviation of about 3, in float32
+LENGTH, PADDING = 30, 11
+MINIMAX = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, dense_intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, rotary_dim=8, max_position_embeddings=256, pad_token_id=0,
+    bos_token_id=1, eos_token_id=None, initializer_range=0.5, mlp_layer_types=["dense", "dense"], index_head_dim=8,
+    index_n_heads=2, index_block_size=4, index_topk_blocks=3,
+)  # fmt: skip
+SPARSE, FULL = "minimax_m3_sparse", "full_attention"
+MODELS = {
+    "a list per KV head": {"layer_types": [SPARSE, FULL]},
+    "one list": {"layer_types": [SPARSE, FULL], "index_n_heads": 1, "index_block_size": 16, "index_topk_blocks": 1},
+    "a list per head": {"layer_types": [SPARSE, SPARSE], "index_n_heads": 4},
+    "blocks of 8": {"layer_types": [FULL, SPARSE], "index_block_size": 8, "index_topk_blocks": 2},
+}
+ONE = "one layer"
+MODELS |= {ONE: {"layer_types": [SPARSE], "num_hidden_layers": 1, "mlp_layer_types": ["dense"]}}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster, for tensors this small
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def pair(name):
+    """(eager, ours), of the same weights."""
+    config = minimax.MiniMaxM3VLTextConfig(**MINIMAX | MODELS[name])
+    return pair_of(transformers.MiniMaxM3VLForCausalLM, config)
+
+
+def pair_of(cls, config):
+    torch.manual_seed(1)
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = cls._from_config(copy.deepcopy(config), attn_implementation="cute_kernels").eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+def tokens(batch=2, length=LENGTH, seed=2):
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(side, length=LENGTH):
+    """(2, length); the first item has PADDING tokens of it."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, slice(0, PADDING) if side == "left" else slice(length - PADDING, length)] = 0
+    return mask
+
+
+def compare(eager, ours, inputs, real):
+    """Logits and gradients, and logits without gradients, of the tokens that are True in `real`."""
+    found = []
+    for model in (eager, ours):
+        out = model(**inputs).logits[real]
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        model.zero_grad()
+        (out * weight).sum().backward()
+        found.append((out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits[real], out, **CLOSE)
+    (expected, gradients), (out, others) = found
+    assert expected.std() > 0.3
+    torch.testing.assert_close(out, expected, **CLOSE)
+    assert others.keys() == gradients.keys()
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        scale = max(gradient.abs().max().item(), largest / 1000)
+        torch.testing.assert_close(others[key] / scale, gradient / scale, rtol=0, atol=2e-3, msg=key)
+
+
+def comparable_under_left_padding(name):
+    """The indexer scores keys of padding, too. Their rows are 0 after the first layer, in "eager" a mean over all keys,
+    so only the first layer selects the same."""
+    return SPARSE not in MODELS[name]["layer_types"][1:]
+
+
+SIDES = [(n, s) for n in MODELS for s in (None, "left", "right") if s != "left" or comparable_under_left_padding(n)]
+
+
+@pytest.mark.parametrize(("name", "side"), SIDES)
+@pytest.mark.parametrize("length", [12, LENGTH, 150])
+def test_results_and_gradients(name, side, length):
+    mask = None if side is None else padding(side, length)
+    real = torch.ones(2, length, dtype=torch.bool) if mask is None else mask.bool()
+    compare(*pair(name), {"input_ids": tokens(length=length), "attention_mask": mask}, real)
+
+
+def test_selection_matters():
+    """The tests would see if the lists were ignored."""
+    config = minimax.MiniMaxM3VLTextConfig(**MINIMAX | {"layer_types": [FULL, FULL]})
+    dense = transformers.MiniMaxM3VLForCausalLM._from_config(config, attn_implementation="eager").eval()
+    eager, _ = pair("a list per KV head")
+    dense.load_state_dict(eager.state_dict(), strict=False)
+    assert (dense(tokens()).logits - eager(tokens()).logits).abs().max() > 0.5
+
+
+@models
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens(name, cache):
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    eager, ours = (model.generate(tokens(), **options) for model in pair(name))
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), **CLOSE)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_under_left_padding(cache):
+    """generate() counts positions from the first token, so the indexer gives the first tokens blocks of padding only.
+    Their rows are 0 as well, and after the last layer nothing depends on them."""
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
+    options |= {"attention_mask": padding("left"), "return_dict_in_generate": True, "output_logits": True}
+    eager, ours = (model.generate(tokens(), **options) for model in pair(ONE))
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), **CLOSE)
+
+
+@models
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_in_parts(name, cache):
+    """With a token alone, with more tokens than the decode kernel supports, and with padding in the first part."""
+    parts, inputs = (7, 1, 20, 5), tokens(length=33)
+    for mask in (None, padding("left", 33))[: 1 + comparable_under_left_padding(name)]:
+        found = []
+        for model in pair(name):
+            config = model.config
+            past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=40)
+            begin, out = 0, []
+            for count in parts:
+                end = begin + count
+                seen = {"position_ids": torch.arange(begin, end)[None]}
+                seen |= {} if mask is None else {"attention_mask": mask[:, :end]}
+                with torch.no_grad():
+                    out.append(model(inputs[:, begin:end], past_key_values=past, **seen).logits)
+                begin = end
+            out = torch.cat(out, 1)
+            found.append(out if mask is None else out[mask.bool()])
+        torch.testing.assert_close(*found, **CLOSE)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_static_cache_under_compile(side):
+    """Decoding has no graph breaks, and one graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    if side:
+        options["attention_mask"] = padding(side)
+    eager, ours = pair(ONE)
+    compiled = CompileConfig(backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    expected = eager.generate(tokens(), **options)
+    assert torch.equal(ours.generate(tokens(), compile_config=compiled, **options), expected)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------ the attention function
+
+
+def layer(block_size=4):
+    return SimpleNamespace(is_causal=True, training=False, indexer=SimpleNamespace(block_size=block_size))
+
+
+def operands(rows, columns, **options):
+    shapes = ((4, rows), (2, columns), (2, columns))
+    return tuple(torch.randn(2, heads, length, 16, dtype=torch.float64, **options) for heads, length in shapes)
+
+
+def expected_of(q, k, v, indices, block_size, seen):
+    """`seen` (B or 1, H or 1, Sq, Sk); rows without a key are 0."""
+    seen = seen & seen_of(indices.transpose(1, 2), block_size, q.shape[1], k.shape[2], False)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    return out.nan_to_num(0).transpose(1, 2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_masks_that_the_user_made(groups, gradients):
+    q, k, v = operands(9, 30, requires_grad=gradients)
+    indices = lists(2, groups, 9, top=3, blocks=8)
+    for shape in ((2, 1, 9, 30), (1, 4, 9, 35), (2, 4, 1, 30)):
+        seen = torch.rand(shape) < 0.7
+        found, _ = attend(layer(), q, k, v, seen, block_indices=indices)
+        torch.testing.assert_close(found, expected_of(q, k, v, indices, 4, seen[..., :30]))
+    with pytest.raises(ValueError, match=r"must broadcast to .* = \(2, 4, 9, 30\), got shape \(2, 1, 9, 29\)"):
+        attend(layer(), q, k, v, torch.ones(2, 1, 9, 29, dtype=torch.bool), block_indices=indices)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 6, 32, 64, 128, 192, 256])
+def test_block_sizes(block_size):
+    """Those that are not supported become several blocks."""
+    q, k, v = operands(3, 300)
+    indices = lists(2, 2, 3, top=2, blocks=-(-300 // block_size))
+    causal = torch.ones(3, 300, dtype=torch.bool).tril(297)[None, None]
+    for rows_need_gradients in (False, True):
+        q.requires_grad_(rows_need_gradients)
+        found, _ = attend(layer(block_size), q, k, v, make_mask(2, 3, 300, 297), block_indices=indices)
+        torch.testing.assert_close(found, expected_of(q, k, v, indices, block_size, causal))
+
+
+def test_lists_of_a_number_that_is_none_of_the_heads():
+    q = torch.randn(2, 8, 5, 16, dtype=torch.float64)
+    k, v = (torch.randn(2, 4, 20, 16, dtype=torch.float64) for _ in range(2))
+    indices = lists(2, 2, 5, top=2, blocks=5)
+    causal = torch.ones(5, 20, dtype=torch.bool).tril(15)[None, None]
+    found, _ = attend(layer(), q, k, v, make_mask(2, 5, 20, 15), block_indices=indices)
+    torch.testing.assert_close(found, expected_of(q, k, v, indices, 4, causal))
+
+
+def test_without_a_mask():
+    q, k, v = operands(20, 20)
+    indices = lists(2, 2, 20, top=2, blocks=5)
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+    found, _ = attend(layer(), q, k, v, None, block_indices=indices)
+    torch.testing.assert_close(found, expected_of(q, k, v, indices, 4, causal))
+    with pytest.raises(ValueError, match="requires a mask if queries and keys differ in length, got 19 and 20"):
+        attend(layer(), q[:, :, 1:], k, v, None, block_indices=indices[:, :, 1:])
+
+
+def test_packed_sequences_are_refused():
+    """The indexer counts blocks from the first key of the batch index."""
+    _, ours = pair("a list per KV head")
+    restarts = torch.cat([torch.arange(n) for n in (12, 18)])[None].expand(2, -1)
+    cu = torch.tensor([0, 30, 60])
+    for inputs in (
+        {"position_ids": restarts, "use_cache": False},
+        {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 30, "max_length_k": 30},
+    ):
+        with pytest.raises(ValueError, match="packed sequences .* are not supported.*one sequence per batch index"):
+            ours(tokens(), **inputs)
+
+
+def test_errors():
+    q, k, v = operands(12, 12)
+    mask, indices = make_mask(2, 12, 12), lists(2, 2, 12, top=2, blocks=3)
+    options = {"block_indices": indices}
+    for block_size in (None, 0, 4.0):
+        with pytest.raises(ValueError, match=f"require indexer.block_size of the layer, .* got {block_size}"):
+            attend(layer(block_size), q, k, v, mask, **options)
+    with pytest.raises(ValueError, match="indexer.block_size of the layer"):
+        attend(SimpleNamespace(is_causal=True), q, k, v, mask, **options)
+    with pytest.raises(ValueError, match=r"a number of lists that divides the 4 heads, got \(2, 3, 12, 2\)"):
+        attend(layer(), q, k, v, mask, block_indices=lists(2, 3, 12, top=2, blocks=3))
+    with pytest.raises(ValueError, match=r"lengths \(12, 12\) of the layer.* got 2, \(12, 13\) and 0 dropped keys"):
+        attend(layer(), q, k, v, make_mask(2, 12, 13), **options)
+    with pytest.raises(ValueError, match="and 3 dropped keys"):
+        attend(layer(), q, k, v, make_mask(2, 12, 12, 3, 3), **options)
+    with pytest.raises(TypeError, match="attention_mask must be bool, .* got torch.int64"):
+        attend(layer(), q, k, v, torch.ones(2, 1, 12, 12, dtype=torch.long), **options)
+    with pytest.raises(TypeError, match="attention_mask must be bool, .* got BlockMask"):
+        flex = patterns.sliding_window((12, 12), (5, 0)).to_flex()
+        attend(layer(), q, k, v, flex, **options)
+    for added in ({"attention_mask": torch.zeros(2, 1, 12, 12)}, {"position_bias": torch.zeros(1, 4, 12, 12)}):
+        with pytest.raises(ValueError, match="a score_mod, position_bias or float attention_mask is not supported"):
+            attend(layer(), q, k, v, **{"attention_mask": mask} | added, **options)
+
+
+def test_block_masks_are_refused():
+    ours = copy.deepcopy(pair("a list per KV head")[1])
+    set_block_mask(ours, lambda lengths, device: patterns.sliding_window(lengths, (5, 0), device=device))
+    with pytest.raises(ValueError, match=r"is not supported with block_indices.* call set_block_mask\(model, None\)"):
+        ours(tokens())
+    set_block_mask(ours, None, layers=[0])
+    ours(tokens())
