@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import cute_kernels
-from attention import attention
+from attention import attention, block_sparse_attention
 from attention.decode import heuristics as decode
 from cute_kernels import explain
 from cute_kernels.matmul import heuristics
@@ -225,6 +225,53 @@ def of_float8_attention(path: str) -> None:
                 float8.check(call | fast)
 
 
+def of_selected_blocks(path: str) -> None:
+    """Selected-block attention with the heads of a KV head as rows, and packed sequences."""
+    from .attention import selected_parts as selected
+
+    packed, sequences = selected.packed_call((60, 0, 70), (77, 13, 70), 4, 6, device=DEVICE)
+    with cute_kernels.path(path):
+        selected.check(*selected.call_of(90, 300, 4, 20, B=1, H=12, heads=1, groups=1, device=DEVICE), causal=True)
+        selected.check(*selected.call_of(130, 260, 64, 3, B=1, groups=4, device=DEVICE))
+        selected.check(*packed, causal=True, **sequences)
+
+
+def of_equal_rows(path: str) -> None:
+    """A mask with equally many blocks a row, in any order, the last column of which is cut."""
+    from .attention import test_block_attention
+
+    mask = test_block_attention.equal_rows(2, 64)((200, 170), DEVICE)
+    q, k, v = (reference.normal(1, heads, rows, 64).to(DEVICE) for heads, rows in ((4, 200), (4, 170), (4, 170)))
+    with cute_kernels.path(path):
+        out = block_sparse_attention(q, k, v, mask, out=poisoned(*q.shape).to(DEVICE))
+    exact, _ = reference.attention_plainly(*(t.cpu().double() for t in (q, k, v)), mask.to("cpu").to_dense(1, 4))
+    near(out.cpu(), exact)
+
+
+def of_selected_decode(path: str) -> None:
+    """Decoding with lists, from BF16 and FP8 caches with and without pages, split and not."""
+    from .attention import test_selected_decode as selected
+
+    for name in ("tokens", "QSA", "MSA", "pages of 16", "E4M3", "E4M3, D 256"):
+        operands, terms, splits = selected.CALLS[name]
+        call = selected.call_of(**operands | {"lengths": [0, 40, 300]}, device=DEVICE)
+        for count in splits:
+            with decode.splits(count):
+                selected.check(call, **terms)
+
+
+def of_union_tiles(path: str) -> None:
+    """Lists with tails, and lists whose bits are made in parts."""
+    from .attention import test_unions as unions
+
+    if DEVICE != "cuda":  # nothing stands in for this kernel, which no op calls
+        return
+    for name in ("QSA", "NSA", "blocks of 1", "long lists"):
+        lead, top, *terms = unions.CASES[name]
+        unions.check(DEVICE, unions.lists(*lead, top=top, blocks=terms[1]), *terms)
+    unions.check(DEVICE, torch.arange(1024, dtype=torch.int32).view(1, 128, 1, 8), 4, 1024, 1)
+
+
 def differentiated(name: str) -> Callable:
     """Attention and its gradients, of a case of test_attention_gradients."""
 
@@ -267,6 +314,8 @@ CASES = {  # a maker's arguments, or a function of the path
     "attention, 128x128 blocks": partial(attend, "blocks", 1, 72, 9, 200, 300, 64, block=(128, 128)),
     "attention, 64x64 blocks": partial(attend, "blocks", 1, 72, 9, 200, 170, 128, block=(64, 64), lse=False),
     "attention, 128x64 blocks": partial(attend, "blocks", 1, 2, 1, 200, 170, 256, block=(128, 64)),
+    "attention, equal rows of blocks": of_equal_rows,
+    "attention, selected blocks": of_selected_blocks,
     "gradients of attention": differentiated("tails"),
     "gradients of attention, a window": differentiated("left bound, cap"),
     "gradients of attention, sinks": differentiated("sinks"),
@@ -285,6 +334,8 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "bsr FP8, overlapped store": of_tiles_begun_ahead,
     "FP8 layers": of_float8_layers,
     "decoding, FP8 pages": of_float8_cache,
+    "decoding, selected blocks": of_selected_decode,  # the same kernels on both paths
+    "union tiles": of_union_tiles,  # likewise
     "FP8 attention": of_float8_attention,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }

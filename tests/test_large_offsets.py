@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import cute_kernels
+from attention import selected_attention
+from attention.decode import heuristics as decode
 from cute_kernels import gemm
 from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_linear, sddmm
@@ -98,3 +100,24 @@ def test_scales_far_apart(device):
     with kernels(device, "sm_90"):
         right = gemm(a, b.t(), scale_a=scale_a, scale_b=scale_b)
         assert torch.equal(gemm(a, b.t(), scale_a=far, scale_b=scale_b), right)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_selected_blocks_of_the_last_pages(device, dtype):
+    """Of a cache of more than 2^31 elements."""
+    page, count = (1, 16, 64), 4
+    pages = 2**31 // (16 * 64) + count
+    k, v = (empty((pages, *page), device, dtype) for _ in "kv")
+    for t in (k, v):
+        t[-count:] = normal(count, *page, device=device).to(dtype)
+    q, table = normal(1, 2, 1, 64, device=device), torch.arange(count, dtype=torch.int32, device=device)[None]
+    indices = torch.tensor([[[0, 3, 9, 15, -1]]], dtype=torch.int32, device=device)
+    seqused_k = torch.tensor([61], dtype=torch.int32, device=device)
+
+    def attend(k, v, table):
+        return selected_attention(q, k, v, indices, 4, seqused_k=seqused_k, page_table=table)
+
+    with kernels(device, None), decode.splits(1):
+        right = attend(k[-count:].clone(), v[-count:].clone(), table)
+        assert torch.equal(attend(k, v, table + (pages - count)), right)
