@@ -22,6 +22,19 @@ WARPS = 4
 UNROLL = 8  # splits that a warp loads at once
 
 
+def combine_splits(facts, early: bool, parts: tuple, outputs: tuple, splits: Int32, sinks: cute.Tensor | None, stream):
+    """Launch the combine kernel if the facts have splits.
+
+    parts: (O (splits, B, H, Sq, Dv), LSE (splits, B, H, Sq)) of the splits; outputs: (O (B, H, Sq, Dv), LSE or None).
+    """
+    if facts.split:
+        batch, heads, rows, _ = outputs[0].shape
+        combine = Combine(facts.head_dim_v, early)
+        combine.kernel(*parts, *outputs, splits, sinks).launch(
+            grid=(rows, heads, batch), block=(combine.threads, 1, 1), use_pdl=early, stream=stream
+        )
+
+
 class Combine:
     """Compiles to the kernel for one head_dim_v.
 

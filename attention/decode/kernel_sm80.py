@@ -18,7 +18,7 @@ from ..forward.config import DecodeFacts
 from ..forward.mainloop_sm80 import MainloopSm80, first_vector, lines_at_once, vectors
 from ..forward.mask_and_softmax import QueryWork
 from ..forward.softmax import rows_and_columns
-from .combine import Combine
+from .combine import combine_splits
 from .pages import place_of_row
 from .problem import DecodeScheduler, SplitSource, problem_of
 from .store import store_of_split
@@ -57,7 +57,6 @@ class DecodeSm80:
         stream: cuda.CUstream,
     ):
         facts = self.facts
-        batch, heads, rows, _ = mQ.shape
         source, scheduler, seqlens = problem_of(facts, self.cfg.tile_m, mQ, mK, mSeqlens, mTable, (left, right), splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, source, scheduler, seqlens, scale_log2, softcap,
@@ -65,11 +64,7 @@ class DecodeSm80:
         ).launch(
             grid=(scheduler.count, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
-        if const_expr(facts.split):
-            combine = Combine(facts.head_dim_v, False)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
-                grid=(rows, heads, batch), block=(combine.threads, 1, 1), stream=stream
-            )
+        combine_splits(facts, False, (mPartO, mPartLSE), (mO, mLSE), splits, mSinks, stream)
 
     # ------------------------------------------------------------------ kernel
 

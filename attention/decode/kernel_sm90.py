@@ -37,7 +37,7 @@ from ..forward.operand_sm90 import make_load, permuted
 from ..forward.softmax import rows_and_columns
 from ..forward.softmax_policy import ExactMax
 from ..forward.store_o import VECTOR
-from .combine import Combine
+from .combine import combine_splits
 from .pages import box_of_tile, pages_of_tile
 from .problem import DecodeScheduler, SplitSource, problem_of
 from .store import store_of_split
@@ -84,7 +84,6 @@ class DecodeSm90:
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        batch, heads, rows, _ = mQ.shape
         tK = permuted(mK, (2, 3, 1, 0))  # (S, D, Hkv, B or pages)
         tV = permuted(mV, (3, 2, 1, 0))  # (Dv, S, Hkv, B or pages)
         _, sK, sV = loop.layouts()
@@ -105,11 +104,7 @@ class DecodeSm90:
             use_pdl=True,
             stream=stream,
         )  # fmt: skip
-        if const_expr(facts.split):
-            combine = Combine(facts.head_dim_v, True)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
-                grid=(rows, heads, batch), block=(combine.threads, 1, 1), use_pdl=True, stream=stream
-            )
+        combine_splits(facts, True, (mPartO, mPartLSE), (mO, mLSE), splits, mSinks, stream)
 
     def boxed(self, layout, box: tuple):
         """A ring's layout (rows, cols, PIPE) divided into TMA boxes: (box rows, box cols, boxes)."""

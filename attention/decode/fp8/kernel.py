@@ -23,11 +23,20 @@ from cute_kernels.tile.ptx import BY_BITS_SCALE
 from ...forward.config import DecodeFacts
 from ...forward.mainloop_sm80 import first_vector, lines_at_once, vectors
 from ...forward.mask_and_softmax import QueryWork
-from ..combine import Combine
+from ..combine import combine_splits
 from ..pages import box_of_tile
 from ..problem import DecodeScheduler, SplitSource, problem_of
 from .mainloop import ROWS, MainloopFloat8
 from .merge import Merge
+
+
+def scales_of_head(facts, mKScale: cute.Tensor | None, mVScale: cute.Tensor | None, b: Int32, kv_head: Int32) -> tuple:
+    """(factor of K, factor of V) of a head, None where there is none. mKScale, mVScale: (B, Hkv)."""
+    k_scale = None if mKScale is None else mKScale[b, kv_head]
+    v_scale = None if mVScale is None else mVScale[b, kv_head]
+    if facts.by_bits:
+        v_scale = (Float32(1.0) if v_scale is None else v_scale) / BY_BITS_SCALE
+    return k_scale, v_scale
 
 
 class DecodeFloat8:
@@ -66,7 +75,6 @@ class DecodeFloat8:
         stream: cuda.CUstream,
     ):
         cfg, facts = self.cfg, self.facts
-        batch, heads, rows, _ = mQ.shape
         source, scheduler, seqlens = problem_of(facts, ROWS, mQ, mK, mSeqlens, mTable, (left, right), splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mTable, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2,
@@ -79,11 +87,7 @@ class DecodeFloat8:
             use_pdl=facts.early,
             stream=stream,
         )  # fmt: skip
-        if const_expr(facts.split):
-            combine = Combine(facts.head_dim_v, facts.early)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
-                grid=(rows, heads, batch), block=(combine.threads, 1, 1), use_pdl=facts.early, stream=stream
-            )
+        combine_splits(facts, facts.early, (mPartO, mPartLSE), (mO, mLSE), splits, mSinks, stream)
 
     # ------------------------------------------------------------------ kernel
 
@@ -125,13 +129,7 @@ class DecodeFloat8:
         if tiles.count > 0:
             # Only the first tile visited can extend past the end of K and V; the rows after it become zeros.
             self.mainloop.fill(ring, warp, tile, tiles, from_k, from_v, seqlen.cols)
-        k_scale = v_scale = None
-        if const_expr(mKScale is not None):
-            k_scale = mKScale[tile.b, tile.h_kv]
-        if const_expr(mVScale is not None):
-            v_scale = mVScale[tile.b, tile.h_kv]
-        if const_expr(facts.by_bits):
-            v_scale = (v_scale if const_expr(v_scale is not None) else Float32(1.0)) / BY_BITS_SCALE
+        k_scale, v_scale = scales_of_head(facts, mKScale, mVScale, tile.b, tile.h_kv)
         sinks = source.heads.sink_registers(mSinks, 2)
         source.heads.read_sinks(mSinks, tile, row, sinks)
         c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)

@@ -22,6 +22,7 @@ Q's fragments come from q_float8, in FP16, too.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -69,7 +70,8 @@ class MainloopFloat8:
         self.facts, self.cfg, self.copy = facts, facts.config, copy
         self.warps, self.stages = facts.config.groups, facts.config.stages
         self.k, self.v = cache_tiles(facts)
-        self.tile_steps = TileSteps(Float16)
+        self.dtype: Any = Float16  # of the operands of MMAs
+        self.tile_steps = TileSteps(self.dtype)
 
     # ------------------------------------------------------------------ steps
 
@@ -199,13 +201,13 @@ class MainloopFloat8:
         """Fragment of the chunk-th 16 of D: from registers, or read from shared memory."""
         if c.at_q is None:
             return c.q[chunk]
-        rQ = cute.make_rmem_tensor((8, 1), Float16)
+        rQ = cute.make_rmem_tensor((8, 1), self.dtype)
         cute.autovec_copy(self.smem_fragment_q(c.at_q, chunk), rQ)
         return rQ
 
     def smem_fragment_q(self, at_q: Int32, chunk: int) -> cute.Tensor:
         """Its place (8, 1) in shared memory."""
-        place = make_ptr(Float16, at_q + chunk * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
+        place = make_ptr(self.dtype, at_q + chunk * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
         return cute.make_tensor(place, cute.make_layout((8, 1)))
 
     def read(self, op: OperandTile, lane: Int32, tile: Int32, k: int, i: int) -> cute.Tensor:
@@ -224,14 +226,19 @@ class MainloopFloat8:
         return rB
 
     def fragment_p(self, acc_S: cute.Tensor, k: int) -> cute.Tensor:
-        """A fragment (8, 1): P of the k-th 16 columns, rounded to FP16."""
-        rP = cute.make_rmem_tensor((8, 1), Float16)
+        """A fragment (8, 1): P of the k-th 16 columns, rounded to 16 bits."""
+        rP = cute.make_rmem_tensor((8, 1), self.dtype)
         for half in range(2):
             part = cute.make_tensor(acc_S.iterator + 4 * (2 * k + half), 4)
-            cute.make_tensor(rP.iterator + 4 * half, 4).store(part.load().to(Float16))
+            cute.make_tensor(rP.iterator + 4 * half, 4).store(part.load().to(self.dtype))
         return rP
 
     # ------------------------------------------------------------------ initial state
+
+    def load_q(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> tuple:
+        """(fragments (8, 1) of each 16 of D of rows `row` and `row` + 8, factors of their scores or None); rows from
+        `rows` on are zeros."""
+        return q_fragments(self.facts, mQ, row, rows)
 
     @cute.jit
     def state(
@@ -247,7 +254,7 @@ class MainloopFloat8:
     ) -> WarpState:
         """Initial state of a warp."""
         lane = cute.arch.lane_idx()
-        q, factors = q_fragments(self.facts, mQ, row, rows)
+        q, factors = self.load_q(mQ, row, rows)
         at_q = at_q + lane * CHUNK
         if const_expr(self.facts.q_in_registers):
             at_q = None

@@ -14,9 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_kernels.tile.ampere import ALIGN, WARP
-from cute_kernels.tile.ptx import BY_BITS_SCALE
 
-from ...decode.combine import Combine
+from ...decode.combine import combine_splits
+from ...decode.fp8.kernel import scales_of_head
 from ...decode.fp8.mainloop import WarpState
 from ...decode.fp8.merge import WIDTH, Merge
 from .config import ROWS, SelectedDecodeFacts
@@ -76,7 +76,6 @@ class SelectedDecode:
         stream: cuda.CUstream,
     ):
         facts = self.facts
-        batch, heads, tokens, _ = mQ.shape
         source, scheduler, seqlens = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
         self.kernel(
             mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2, softcap,
@@ -89,11 +88,7 @@ class SelectedDecode:
             use_pdl=facts.early,
             stream=stream,
         )  # fmt: skip
-        if const_expr(facts.split):
-            combine = Combine(facts.head_dim_v, facts.early)
-            combine.kernel(mPartO, mPartLSE, mO, mLSE, splits, mSinks).launch(
-                grid=(tokens, heads, batch), block=(combine.threads, 1, 1), use_pdl=facts.early, stream=stream
-            )
+        combine_splits(facts, facts.early, (mPartO, mPartLSE), (mO, mLSE), splits, mSinks, stream)
 
     # ------------------------------------------------------------------ kernel
 
@@ -133,13 +128,7 @@ class SelectedDecode:
         valid = cute.make_rmem_tensor(self.cfg.stages, Int32)
         if tiles.count > 0:
             self.mainloop.fill_ring(ring, warp, tiles, caches, valid)
-        k_scale = v_scale = None
-        if const_expr(mKScale is not None):
-            k_scale = mKScale[tile.b, kv_head]
-        if const_expr(mVScale is not None):
-            v_scale = mVScale[tile.b, kv_head]
-        if const_expr(facts.by_bits):
-            v_scale = (v_scale if const_expr(v_scale is not None) else Float32(1.0)) / BY_BITS_SCALE
+        k_scale, v_scale = scales_of_head(facts, mKScale, mVScale, tile.b, kv_head)
         sinks = source.heads.sink_registers(mSinks, 2)
         source.heads.read_sinks(mSinks, tile, row, sinks)
         c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)

@@ -18,7 +18,7 @@ from cute_kernels.tile.ampere import CHUNK, WARP, OperandTile, TileSteps
 from ...decode.fp8.mainloop import MainloopFloat8, WarpState
 from ...forward.mainloop_sm80 import first_vector, vectors
 from ...forward.mask import cap_scores
-from ...forward.softmax import OnlineSoftmax, rows_and_columns
+from ...forward.softmax import rows_and_columns
 from .problem import ListTiles
 
 
@@ -182,56 +182,8 @@ class Gather16(GatherFloat8):
         self.tile_steps.read(op, k, lane, tile, rB, i)
         return rB
 
-    def fragment_q(self, c: WarpState, chunk: int) -> cute.Tensor:
-        if c.at_q is None:
-            return c.q[chunk]
-        rQ = cute.make_rmem_tensor((8, 1), self.dtype)
-        cute.autovec_copy(self.smem_fragment_q(c.at_q, chunk), rQ)
-        return rQ
-
-    def smem_fragment_q(self, at_q: Int32, chunk: int) -> cute.Tensor:
-        place = make_ptr(self.dtype, at_q + chunk * (WARP * CHUNK), AddressSpace.smem, assumed_align=CHUNK)
-        return cute.make_tensor(place, cute.make_layout((8, 1)))
-
-    def fragment_p(self, acc_S: cute.Tensor, k: int) -> cute.Tensor:
-        rP = cute.make_rmem_tensor((8, 1), self.dtype)
-        for half in range(2):
-            part = cute.make_tensor(acc_S.iterator + 4 * (2 * k + half), 4)
-            cute.make_tensor(rP.iterator + 4 * half, 4).store(part.load().to(self.dtype))
-        return rP
-
     @cute.jit
-    def state(
-        self,
-        ring: Int32,
-        at_q: Int32,
-        warp: Int32,
-        mQ: cute.Tensor,  # (rows, D), packed
-        row: Int32,  # of this thread, the first
-        rows: Int32,
-        k_scale: Float32 | None,  # None
-        scale_log2: Float32,
-    ) -> WarpState:
-        """Initial state of a warp."""
-        lane = cute.arch.lane_idx()
-        q = self.load_q(mQ, row, rows)
-        at_q = at_q + lane * CHUNK
-        if const_expr(self.facts.q_in_registers):
-            at_q = None
-        else:
-            if warp == 0:  # all warps have the same fragments
-                for chunk in range_constexpr(len(q)):
-                    cute.autovec_copy(q[chunk], self.smem_fragment_q(at_q, chunk))
-            cute.arch.sync_threads()
-            q = []
-        acc_S = cute.make_rmem_tensor((4, 1, self.cfg.tile_n // 8), Float32)
-        acc_O = cute.make_rmem_tensor((4, 1, self.facts.head_dim_v // 8), Float32)
-        lanes = tuple(op.lane_offset(lane, 0) for op in (self.k, self.v))
-        return WarpState(warp, ring, lanes, q, at_q, None, acc_S, acc_O, OnlineSoftmax.of_rows(2, scale_log2))
-
-    @cute.jit
-    def load_q(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> list:
-        """Fragments (8, 1) of each 16 of D of rows `row` and `row` + 8; rows from `rows` on are zeros."""
+    def load_q(self, mQ: cute.Tensor, row: Int32, rows: Int32) -> tuple:
         fragments = []
         for _ in range_constexpr(self.facts.head_dim // 16):
             rQ = cute.make_rmem_tensor((8, 1), self.dtype)
@@ -245,4 +197,4 @@ class Gather16(GatherFloat8):
                         place = make_ptr(self.dtype, at + (2 * i + half) * CHUNK, AddressSpace.gmem, assumed_align=4)
                         pair = cute.make_tensor(fragments[i].iterator + 4 * half + 2 * r, cute.make_layout(2))
                         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
-        return fragments
+        return fragments, None
