@@ -4,15 +4,16 @@ distribute_bsr                        this rank's block rows or columns of a mat
 BsrColwiseParallel, BsrRowwiseParallel   styles for torch.distributed.tensor.parallel.parallelize_module
 BsrExpertParallel                     a style that splits the experts of a mixture over ranks
 partition_hidden                      which hidden features each rank gets, by stored blocks
-full_state_dict                       the state of one process, from all ranks
+full_state_dict, load_full_state_dict the state of one process, from all ranks to rank 0 and back
+register_optimizer_hooks              an optimizer's state that does not depend on the number of ranks
 
 FSDP2 (fully_shard) and DistributedDataParallel take the layers of sparse_collective.nn as they are.
 """
 
+from .checkpoint import full_state_dict, load_full_state_dict, register_optimizer_hooks
 from .experts import BsrExpertParallel
 from .matrix import distribute_bsr
 from .partition import Partition, partition_hidden
-from .state import full_state_dict
 from .styles import BsrColwiseParallel, BsrRowwiseParallel
 
 __all__ = [
@@ -23,4 +24,6 @@ __all__ = [
     "partition_hidden",
     "distribute_bsr",
     "full_state_dict",
+    "load_full_state_dict",
+    "register_optimizer_hooks",
 ]

@@ -68,10 +68,6 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
             cuts = [*crow[cuts[:-1], 0].tolist(), len(self.global_col_indices)]
         return [torch.arange(begin, end, device=crow.device) for begin, end in zip(cuts, cuts[1:], strict=False)]
 
-    def whole_extent(self, name: str) -> int:
-        blocks = name == "values" and self.global_crow_indices.dim() == 2
-        return len(self.global_col_indices) if blocks else self.place.each * self.place.mesh.size()
-
     def forward(
         self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None
     ) -> Tensor:
@@ -130,10 +126,9 @@ class BsrExpertParallel(ParallelStyle):
     results come back by another one; results and their order are those of one process. Numbers of tokens may differ
     between ranks, and be 0. All ranks call forward and backward together.
 
-    `values` become DTensors placed as Shard(0). Where all experts share a pattern, or all ranks hold equally many
-    blocks, torch.distributed.checkpoint loads them into any number of ranks. Other parameters stay as they are: the
-    router is whole on each rank, and its gradient is that of this rank's tokens, as of any other layer of a model under
-    data parallelism. Gradients of experts are summed over the tokens of all ranks.
+    `values` become DTensors placed as Shard(0). state_dict() is one process's, as of tensor-parallel layers. Other
+    parameters stay as they are: the router is whole on each rank, and its gradient is that of this rank's tokens, as of
+    any other layer of a model under data parallelism. Gradients of experts are summed over the tokens of all ranks.
 
     parallelize_module raises:
         TypeError: the module is of another type, or sharded already.

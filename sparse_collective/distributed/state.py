@@ -1,20 +1,31 @@
-"""Weight and state dicts of tensor- and expert-parallel layers: each rank's part, and one process's form of all."""
+"""Weight and state dict of tensor- and expert-parallel layers.
+
+A state dict holds one process's `values`, `bias` and indices, whatever the number of ranks: what ranks hold otherwise
+(permuted, or with room behind) is a DTensor in the order of one process there, split evenly.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cute_kernels.runtime.torch_compat import is_dtensor
 
 from ..bsr import BsrMatrix
 from ..nn.module import BsrModule
+from ..nn.shards import bounds
 from ..pattern import Pattern
 from .place import features_of, indices_of, own_part, padded
 
-__all__ = ["PlacedState", "full_state_dict"]
+__all__ = ["PlacedState"]
+
+OWN_PARAMETER = (
+    "{0} in the state is the parameter itself, in this rank's order. set_model_state_dict(broadcast_from_rank0=True) "
+    "wrote to it in another order; use sparse_collective.distributed.load_full_state_dict. state_dict(keep_vars=True) "
+    "returns it; use state_dict()"
+)
 
 
 class PlacedState(BsrModule):
@@ -55,40 +66,84 @@ class PlacedState(BsrModule):
             return [found[2] for found in indices_of(Pattern(*indices, tuple(shape), self.blocksize), self.place)]
         return None if self.place.dim else features_of(self.place, self.global_col_indices.device)
 
-    def in_order(self, name: str, whole: Tensor) -> Tensor:
-        """All ranks' parts of `values` or `bias`, with the room behind them, in the form of one process."""
-        entries, dim = self.entries(name), self.split_dim(name)
-        if entries is None:
-            return whole
-        shape = list(whole.shape)
-        shape[dim] = sum(map(len, entries))
-        out = whole.new_empty(shape)
-        for index, part in zip(entries, whole.chunk(len(entries), dim), strict=True):
-            out.index_copy_(out.dim() + dim, index, part.narrow(dim, 0, len(index)))
-        return out
+    def whole_shape(self, name: str) -> list[int]:
+        """The shape of one process's `values` or `bias`."""
+        shape, entries = list(getattr(self, name).shape), self.entries(name)
+        if entries is not None:
+            shape[self.split_dim(name)] = sum(map(len, entries))
+        return shape
 
-    def own_entry(self, name: str, whole: Tensor) -> Any:
-        """One process's `values` or `bias` as this rank's DTensor; the inverse of in_order, without communication."""
+    def held_in_order(self, name: str) -> bool:
+        """True if the DTensor is one process's `values` or `bias`: ranks hold equal ranges in the order of ranks."""
+        entries = self.entries(name)
+        if entries is None or len({len(index) for index in entries}) > 1:
+            return entries is None
+        order = torch.cat(entries)
+        return torch.equal(order, torch.arange(len(order), device=order.device))
+
+    def in_order(self, name: str, own: Any) -> Any:
+        """A tensor placed as the parameter `values` or `bias`, as a DTensor that is one process's, split evenly.
+
+        It is all-gathered, unless ranks hold it in this order; also if fully_shard has split each rank's part again.
+        """
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        entries, dim, mesh = self.entries(name), self.split_dim(name), own.device_mesh
+        if entries is None or (mesh.ndim == 1 and self.held_in_order(name)):
+            return own
+        room: Any = own.to(mesh.device_type).full_tensor()
+        whole = room.new_empty(self.whole_shape(name))
+        for index, part in zip(entries, room.chunk(len(entries), dim), strict=True):
+            whole.index_copy_(whole.dim() + dim, index, part.narrow(dim, 0, len(index)))
+        placements = [p if p.is_replicate() else Shard(whole.dim() + dim) for p in own.placements]
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to(own.device)
+
+    def own_entry(self, name: str, whole: Any) -> Any:
+        """One process's `values` or `bias`, a DTensor or a tensor, as this rank's DTensor; the inverse of in_order.
+
+        Raises:
+            ValueError: it has another shape.
+        """
         from torch.distributed.tensor import DTensor
 
         like: Any = getattr(self, name)
-        entries, whole = self.entries(name), whole.to(like.device)
+        entries, dim, mesh, shape = self.entries(name), self.split_dim(name), like.device_mesh, self.whole_shape(name)
+        if list(whole.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(whole.shape)} in the state, and {tuple(shape)} in the whole layer; if "
+                "parameters were saved in this form, save model.state_dict(), or that of an optimizer with "
+                "register_optimizer_hooks"
+            )
+        if is_dtensor(whole):
+            if self.held_in_order(name) and (whole.device_mesh, whole.placements) == (mesh, like.placements):
+                return whole
+            whole = whole.to(whole.device_mesh.device_type).full_tensor()
+        whole = whole.to(like.device)
         if entries is not None:
             mine = entries[self.place.mesh.get_local_rank()]
-            whole = padded(whole, self.split_dim(name), [mine], max(map(len, entries)))
-        return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False)
+            whole = padded(whole, dim, [mine], like.shape[dim] // len(entries))
+        for i, placement in enumerate(like.placements[:-1]):  # of fully_shard, in front of the tensor-parallel mesh
+            if not placement.is_replicate():
+                begin, end = bounds(whole.shape[placement.dim], mesh.size(i))[mesh.get_local_rank(i) :][:2]
+                whole = whole.narrow(placement.dim, begin, end - begin)
+        return DTensor.from_local(
+            whole.contiguous(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """With the indices of all ranks, which are the same on each."""
+        """Save one process's state, on all ranks together; with keep_vars=True, the parameters as they are."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in ("crow_indices", "col_indices"):
-            destination[prefix + name] = getattr(self, f"global_{name}")
+        for name in ("crow_indices", "col_indices"):  # a copy: a checkpoint of another pattern is read into it
+            destination[prefix + name] = getattr(self, f"global_{name}").clone()
+        for name in ("values", "bias"):
+            if not keep_vars and (own := destination.get(prefix + name)) is not None:
+                destination[prefix + name] = self.in_order(name, own)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Also of one process's form, from which each rank takes its part. The pattern must be this layer's."""
+        """Load one process's state, from which each rank takes its part. The pattern must be this layer's."""
         state, where = dict(state_dict), prefix[:-1] or type(self).__name__
         for name in ("crow_indices", "col_indices"):
             found, mine = state.get(prefix + name), getattr(self, f"global_{name}")
@@ -98,61 +153,17 @@ class PlacedState(BsrModule):
             if found is not None:
                 state[prefix + name] = getattr(self, name)
         for name in ("values", "bias"):
-            found = state.get(prefix + name)
-            if found is None or is_dtensor(found) or getattr(self, name, None) is None:
+            found, mine = state.get(prefix + name), getattr(self, name, None)
+            if found is None or mine is None:
                 continue
-            if is_sharded_twice(getattr(self, name)):
-                error_msgs.append(f"{where}: load a full state before fully_shard, or the DTensors of state_dict()")
+            if found is mine and not self.held_in_order(name):
+                error_msgs.append(f"{where}: {OWN_PARAMETER.format(name)}")
                 return
-            if found.shape[self.split_dim(name)] != self.whole_extent(name):
-                error_msgs.append(f"{where}: {name} has shape {tuple(found.shape)}, for another number of entries")
+            try:
+                state[prefix + name] = self.own_entry(name, found)
+            except ValueError as error:
+                error_msgs.append(f"{where}: {error}")
                 return
-            state[prefix + name] = self.own_entry(name, found)
         super(BsrModule, self)._load_from_state_dict(  # past the resizing of a layer that is whole
             state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def whole_extent(self, name: str) -> int:
-        return len(self.global_col_indices) if name == "values" else self.out_features
-
-
-def is_sharded_twice(t: Any) -> bool:
-    """True of a DTensor on more than the tensor-parallel mesh, as fully_shard makes it."""
-    return t.device_mesh.ndim > 1
-
-
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
-    """The state of a model in the form of one process, from tensor- and expert-parallel layers and fully_shard.
-
-    model.state_dict() holds each rank's part: torch.distributed.checkpoint saves it, and loads it into the same mesh
-    and partition. The full state loads into a model that is not parallelized, and into each rank of any other mesh by
-    load_state_dict.
-
-    Args:
-        model: called on all ranks; one tensor at a time is all-gathered.
-        rank0_only: True returns an empty dict on ranks other than 0.
-        cpu_offload: True copies tensors to the CPU.
-
-    Returns:
-        name -> a copy of the tensor, with a BsrMatrix's blocks in their order.
-
-    Example::
-
-        state = full_state_dict(model)
-        if torch.distributed.get_rank() == 0:
-            torch.save(state, "model.pt")
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, PlacedState)}
-    kept = not rank0_only or torch.distributed.get_rank() == 0
-    state, entries = {}, dict[str, Any](model.state_dict())
-    for key, entry in entries.items():
-        whole: Any = entry.full_tensor() if is_dtensor(entry) else entry
-        if not kept:
-            continue
-        prefix, _, name = key.rpartition(".")
-        if prefix in layers and name in ("values", "bias"):
-            whole = layers[prefix].in_order(name, whole)
-        if isinstance(whole, Tensor):  # a copy: full_tensor() of a replicated tensor has its memory
-            whole = whole.detach().to("cpu" if cpu_offload else whole.device, copy=True)
-        state[key] = whole
-    return state

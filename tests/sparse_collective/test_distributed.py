@@ -3,9 +3,9 @@
 import pytest
 
 from ..ranks import Ranks
-from . import distributed_checks, expert_checks, fsdp_checks
+from . import checkpoint_checks, distributed_checks, expert_checks, fsdp_checks
 
-MODULES = (distributed_checks, fsdp_checks, expert_checks)
+MODULES = (distributed_checks, fsdp_checks, expert_checks, checkpoint_checks)
 CHECKS = [f"{module.__name__}:{check.__name__}" for module in MODULES for check in module.CHECKS]
 
 
@@ -21,7 +21,9 @@ def test_against_one_process(ranks, check):
     ranks.run(check)
 
 
-@pytest.mark.parametrize("module", [fsdp_checks, expert_checks], ids=["fully_shard", "experts"])
+@pytest.mark.parametrize(
+    "module", [fsdp_checks, expert_checks, checkpoint_checks], ids=["fully_shard", "experts", "tensor_parallel"]
+)
 def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path, module):
     for number, world in enumerate((1, 2, 4, 1)):
         ranks = Ranks(world)

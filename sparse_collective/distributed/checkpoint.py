@@ -1,0 +1,163 @@
+"""Full state dicts to and from rank 0, and optimizer states that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.runtime.torch_compat import is_dtensor
+
+from .state import PlacedState
+
+__all__ = ["full_state_dict", "load_full_state_dict", "register_optimizer_hooks"]
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
+    """The state of a model in the form of one process, from tensor- and expert-parallel layers and fully_shard.
+
+    The full state loads into a model that is not parallelized, and into any mesh and partition by
+    load_full_state_dict, or by load_state_dict on each rank.
+
+    Args:
+        model: called on all ranks; one tensor at a time is all-gathered.
+        rank0_only: True returns an empty dict on ranks other than 0.
+        cpu_offload: True copies tensors to the CPU.
+
+    Returns:
+        name -> a copy of the tensor, with a BsrMatrix's blocks in their order.
+
+    Example::
+
+        state = full_state_dict(model)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, "model.pt")
+    """
+    kept = not rank0_only or torch.distributed.get_rank() == 0
+    state, entries = {}, dict[str, Any](model.state_dict())
+    for key, entry in entries.items():
+        whole: Any = entry.full_tensor() if is_dtensor(entry) else entry
+        if not kept:
+            continue
+        if isinstance(whole, Tensor):  # a copy: full_tensor() of a replicated tensor has its memory
+            whole = whole.detach().to("cpu" if cpu_offload else whole.device, copy=True)
+        state[key] = whole
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load rank 0's full state into all ranks, whatever their mesh and partition.
+
+    It is set_model_state_dict with broadcast_from_rank0=True, which writes to parameters as if ranks held equal ranges
+    of them; those of tensor-parallel block-sparse layers may be others.
+
+    Args:
+        model: called on all ranks; one tensor at a time is broadcast.
+        state: of full_state_dict, or of a model that is not parallelized; on ranks other than 0 it is not read.
+
+    Raises:
+        RuntimeError: names or shapes differ, or a pattern; on all ranks.
+
+    Example::
+
+        state = torch.load("model.pt", mmap=True) if torch.distributed.get_rank() == 0 else {}
+        load_full_state_dict(model, state)
+    """
+    own, first = dict[str, Any](model.state_dict()), torch.distributed.get_rank() == 0
+    if error := from_rank_0(misfits(own, state) if first else None):
+        raise RuntimeError(f"load_full_state_dict: {error}")
+    model.load_state_dict({key: placed_as(mine, state[key] if first else None) for key, mine in own.items()})
+
+
+def from_rank_0(value: Any) -> Any:
+    box = [value]
+    torch.distributed.broadcast_object_list(box)
+    return box[0]
+
+
+def placed_as(mine: Any, value: Any) -> Any:
+    """Rank 0's value as this rank's part of a DTensor that is placed as `mine`; whole if `mine` is no DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(mine, Tensor):
+        return from_rank_0(value)
+    placed: Any = mine if is_dtensor(mine) else None
+    device = mine.device if placed is None else placed.device_mesh.device_type
+    whole = torch.empty(mine.shape, dtype=mine.dtype, device=device)
+    if value is not None:
+        whole.copy_(value)
+    torch.distributed.broadcast(whole, 0)
+    if placed is None:
+        return whole
+    return distribute_tensor(whole, placed.device_mesh, placed.placements, src_data_rank=None)
+
+
+def misfits(own: dict[str, Any], state: dict[str, Any]) -> str:
+    """The reason why a full state does not fit a model's, or ""."""
+    if own.keys() != state.keys():
+        missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        return f"keys missing in the state: {missing}; keys that the model does not have: {extra}"
+    for key, mine in own.items():
+        if isinstance(mine, Tensor) and mine.shape != state[key].shape:
+            return f"{key} has shape {tuple(state[key].shape)}, the model's {tuple(mine.shape)}"
+    return ""
+
+
+def register_optimizer_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make optimizer.state_dict() independent of the number of ranks, as model.state_dict() is.
+
+    Without these hooks the state of tensor- and expert-parallel layers has the shape and order of their parameters on
+    this mesh, and is right for the same mesh and partition alone. With them it is one process's state, which
+    torch.distributed.checkpoint, get_optimizer_state_dict and set_optimizer_state_dict read and write. All ranks call
+    state_dict and load_state_dict together.
+
+    Args:
+        model: with layers of BsrColwiseParallel, BsrRowwiseParallel or BsrExpertParallel; others need no hooks.
+        optimizer: of its parameters, after parallelize_module and fully_shard.
+
+    state_dict and load_state_dict of the optimizer raise:
+        TypeError: a state tensor of such a parameter has neither its shape nor one element.
+        ValueError: a loaded one has another shape than the whole layer.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        register_optimizer_hooks(model, optimizer)
+        state = get_optimizer_state_dict(model, optimizer)  # torch.distributed.checkpoint.state_dict
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
+    """
+    optimizer.register_state_dict_post_hook(lambda _, state: converted(model, optimizer, state, loading=False))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(model, optimizer, state, loading=True))
+
+
+def converted(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], loading: bool) -> dict:
+    """An optimizer's state dict with tensors of tensor- and expert-parallel parameters converted."""
+    layers = [module for module in model.modules() if isinstance(module, PlacedState)]
+    placed = {id(p): (layer, name) for layer in layers for name, p in layer.named_parameters(recurse=False)}
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    keys = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
+    entries = dict(state["state"])
+    for key, parameter in zip(keys, parameters, strict=False):  # torch reports numbers that differ
+        if key in entries and id(parameter) in placed:
+            layer, name = placed[id(parameter)]
+            entries[key] = {
+                which: converted_entry(layer, name, t, loading) if isinstance(t, Tensor) and t.numel() > 1 else t
+                for which, t in entries[key].items()
+            }
+    return {**state, "state": entries}
+
+
+def converted_entry(layer: PlacedState, name: str, t: Tensor, loading: bool) -> Any:
+    """A tensor of an optimizer's state in one process's order, or when loading in this rank's."""
+    if loading:
+        return layer.own_entry(name, t)
+    shape = getattr(layer, name).shape
+    if not is_dtensor(t) or t.shape != shape:
+        raise TypeError(
+            f"register_optimizer_hooks: the optimizer has state of shape {tuple(t.shape)} for {name} of shape "
+            f"{tuple(shape)}; use one with elementwise state, as AdamW, or save without these hooks, for the same mesh "
+            "and partition"
+        )
+    return layer.in_order(name, t)

@@ -1,0 +1,220 @@
+"""Checks of state dicts of tensor- and expert-parallel layers, which each rank runs; see tests/ranks.py.
+
+They are one process's, whatever the number of ranks. Weights are FP32 on the CPU and BF16 on a GPU.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from sparse_collective.distributed import (
+    BsrColwiseParallel,
+    BsrExpertParallel,
+    BsrRowwiseParallel,
+    full_state_dict,
+    load_full_state_dict,
+    partition_hidden,
+    register_optimizer_hooks,
+)
+from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, SwiGLU
+
+from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
+from .fsdp_checks import same_folder
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def linears(device, density, seed=1):
+    torch.manual_seed(seed)
+    more = {"density": density, "device": device, "dtype": dtype_of(device)}
+    return nn.Sequential(BsrLinear(128, 256, True, (32, 32), **more), BsrLinear(256, 96, True, (32, 32), **more))
+
+
+def models(device):
+    """name -> model of one process"""
+    torch.manual_seed(2)
+    more = {"device": device, "dtype": dtype_of(device)}
+    masks = torch.rand(8, 6, 2) < 0.5, torch.rand(8, 2, 3) < 0.5
+    masks[0][5] = False  # an expert without blocks
+    found = {
+        "linear": linears(device, 0.4),
+        "all blocks": linears(device, 1.0),  # ranks hold equally many, row-parallel ones in another order
+        "SwiGLU": SwiGLU(128, 512, True, (64, 32), density=0.3, **more),
+        "experts": BsrExperts(
+            BsrGroupedLinear(8, 64, 192, True, (32, 32), one_pattern=False, mask=masks[0], **more),
+            BsrGroupedLinear(8, 96, 64, True, (32, 32), one_pattern=False, mask=masks[1], **more), "gelu", 64,
+        ),
+    }  # fmt: skip
+    for one_pattern in (True, False):
+        options = {"one_pattern": one_pattern, "density": 0.4, **more}
+        up, down = (BsrGroupedLinear(3, *size, True, (32, 32), **options) for size in ((64, 256), (256, 96)))
+        found[f"grouped {one_pattern}"] = nn.Sequential(up, down)
+    return found
+
+
+def parallelized(alone, mesh):
+    """A copy over a mesh; hidden features are permuted, by stored blocks."""
+    model = copy.deepcopy(alone)
+    if isinstance(model, BsrExperts):
+        return parallelize_module(model, mesh, BsrExpertParallel())
+    first, second = ("gate_up", "down") if isinstance(model, SwiGLU) else ("0", "1")
+    partition = partition_hidden(model.get_submodule(first), model.get_submodule(second), mesh.size())
+    styles = BsrColwiseParallel(partition=partition), BsrRowwiseParallel(partition=partition)
+    return parallelize_module(model, mesh, dict(zip((first, second), styles, strict=True)))
+
+
+def optimizer_of(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    register_optimizer_hooks(model, optimizer)
+    return optimizer
+
+
+def step(model, optimizer):
+    """Gradients that depend on the parameter alone; those behind a rank's entries become numbers, too."""
+    for p in model.parameters():
+        p.grad = 0.5 * p.detach() + 0.125
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def equal(found, expected):
+    """Tensors of nested states; DTensors are compared whole."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+        for key in expected:
+            equal(found[key], expected[key])
+    elif isinstance(expected, torch.Tensor):
+        found = whole(found).cpu()
+        assert torch.equal(found, whole(expected).cpu()) or found.is_floating_point()
+        near(found, whole(expected).cpu(), 1e-2)
+    else:
+        assert found == expected, (found, expected)
+
+
+def agrees(model, optimizer, alone, alone_optimizer):
+    equal(full_state_dict(model, rank0_only=False), dict(alone.state_dict()))
+    states = [get_optimizer_state_dict(*pair)["state"] for pair in ((model, optimizer), (alone, alone_optimizer))]
+    equal(*states)
+
+
+def zeroed(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return model
+
+
+def checkpoint_of_another_world(device, folder, number):
+    """Load the checkpoint `number` of model and optimizer, take a step, and save the next one."""
+    for name, alone in models(device).items():
+        model = parallelized(alone, mesh_of(device))
+        pairs = [(m, optimizer_of(m)) for m in (model, alone)]
+        if number:
+            for m, optimizer in pairs:
+                zeroed(m)
+                state = dict(zip(("model", "optimizer"), get_state_dict(m, optimizer), strict=True))
+                dcp.load(state, checkpoint_id=f"{folder}/{name} {number - 1}")
+                set_state_dict(m, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            agrees(*pairs[0], *pairs[1])
+        for pair in pairs:
+            step(*pair)
+        agrees(*pairs[0], *pairs[1])
+        assert sum(p.numel() for p in alone.parameters())
+        state = dict(zip(("model", "optimizer"), get_state_dict(*pairs[0]), strict=True))
+        dcp.save(state, checkpoint_id=f"{folder}/{name} {number}")
+
+
+def full_states(device):
+    """To rank 0, from all ranks' states, and from rank 0's."""
+    for alone in models(device).values():
+        model = parallelized(alone, mesh_of(device))
+        optimizer, alone_optimizer = optimizer_of(model), optimizer_of(alone)
+        for pair in ((model, optimizer), (alone, alone_optimizer)):
+            step(*pair)
+        states = get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
+        first = dist.get_rank() == 0
+        assert first or not any(states)
+        if first:
+            equal(dict(states[0]), dict(alone.state_dict()))
+            equal(states[1]["state"], get_optimizer_state_dict(alone, alone_optimizer)["state"])
+        set_model_state_dict(zeroed(model), dict(alone.state_dict()), options=FULL)
+        fresh = optimizer_of(model)
+        set_optimizer_state_dict(model, fresh, states[1] if first else {}, options=FROM_RANK_0)
+        agrees(model, fresh, alone, alone_optimizer)
+        load_full_state_dict(zeroed(model), alone.state_dict() if first else {})
+        agrees(model, fresh, alone, alone_optimizer)
+
+
+def states_with_fully_shard(device):
+    """Tensor or expert parallel over one mesh dimension, FSDP2 over the other; and FSDP2 alone."""
+    world = dist.get_world_size()
+    mesh, folder = mesh_of(device, world // 2, 2, names=("dp", "tp")), same_folder()
+    for name, alone in models(device).items():
+        if name == "experts" and world == 4:  # each rank has a part of a rank's experts' blocks
+            assert alone.get_submodule("down").nnz % 4
+        sharded, path = fully_shard(parallelized(alone, mesh["tp"]), mesh=mesh["dp"]), f"{folder}/{name}"
+        pairs = [(m, optimizer_of(m)) for m in (sharded, alone)]
+        for pair in pairs:
+            step(*pair)
+        agrees(*pairs[0], *pairs[1])
+        state = dict(zip(("model", "optimizer"), get_state_dict(*pairs[0]), strict=True))
+        dcp.save(state, checkpoint_id=path)
+        for fresh in (sharded, parallelized(alone, mesh_of(device)), fully_shard(copy.deepcopy(alone))):
+            optimizer = optimizer_of(zeroed(fresh))
+            state = dict(zip(("model", "optimizer"), get_state_dict(fresh, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            agrees(fresh, optimizer, *pairs[1])
+        state = get_model_state_dict(sharded, options=FULL)
+        if dist.get_rank() == 0:
+            equal(dict(state), dict(alone.state_dict()))
+        load_full_state_dict(zeroed(sharded), alone.state_dict() if dist.get_rank() == 0 else {})
+        agrees(*pairs[0], *pairs[1])
+
+
+def refused_states(device):
+    """States that would be read in a wrong order, or of other layers."""
+    mesh, folder = mesh_of(device), same_folder()
+    alone = linears(device, 1.0)
+    model = parallelized(alone, mesh)
+    state = dict(alone.state_dict()) if dist.get_rank() == 0 else {}
+    raises(RuntimeError, "load_full_state_dict", set_model_state_dict, model, state, options=FROM_RANK_0)
+    raises(RuntimeError, "is the parameter itself", model.load_state_dict, model.state_dict(keep_vars=True))
+    first = dist.get_rank() == 0
+    state = {**alone.state_dict(), "2.bias": alone[0].bias} if first else {}
+    raises(RuntimeError, "keys that the model does not have: ['2.bias']", load_full_state_dict, model, state)
+    state = {**alone.state_dict(), "0.bias": alone[1].bias} if first else {}
+    raises(RuntimeError, "0.bias has shape (96,), the model's (256,)", load_full_state_dict, model, state)
+
+    other, mine = linears(device, 0.5, seed=3), parallelized(linears(device, 0.5), mesh)
+    dcp.save(other.state_dict(), checkpoint_id=folder)
+    state = mine.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    raises(RuntimeError, "another pattern; load it before parallelize_module", mine.load_state_dict, state)
+
+    mine = parallelized(linears(device, 0.4), mesh)
+    optimizer = torch.optim.AdamW(mine.parameters())
+    step(mine, optimizer)
+    state = optimizer.state_dict()
+    register_optimizer_hooks(mine, optimizer)
+    raises(ValueError, "parameters were saved in this form", optimizer.load_state_dict, state)
+    optimizer.state[mine[0].values]["rows"] = normal(7, device=device)
+    raises(TypeError, "use one with elementwise state", optimizer.state_dict)
+
+
+CHECKS = [full_states, states_with_fully_shard, refused_states]
