@@ -13,8 +13,8 @@ minimax = pytest.importorskip("transformers.models.minimax_m3_vl")
 from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.configuration_utils import CompileConfig  # noqa: E402
 
-from attention import patterns  # noqa: E402
-from attention.integrations.transformers import register, set_block_mask  # noqa: E402
+from attention import patterns, selected_attention  # noqa: E402
+from attention.integrations.transformers import register, selected, set_block_mask  # noqa: E402
 from attention.integrations.transformers.attention_function import attend  # noqa: E402
 from attention.integrations.transformers.masks import make_mask  # noqa: E402
 
@@ -186,6 +186,120 @@ def test_static_cache_under_compile(side):
     torch._dynamo.reset()
 
 
+# ------------------------------------------------------------------ Qwen4-Exp, whose mask has the selected keys
+
+QWEN4 = dict(
+    vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.5,
+    num_experts=2, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48,
+    linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, hc_count=2,
+    hc_lowrank=16, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
+    indexer_compress_ratio=4, layer_types=["indexed_attention", "indexed_attention"],
+)  # fmt: skip
+RATIOS = {
+    4: {},
+    8: {"indexer_budget": 16, "indexer_compress_ratio": 8},
+    3: {"indexer_budget": 9, "indexer_compress_ratio": 3},
+}
+RATIOS[3] |= {"layer_types": ["linear_attention", "indexed_attention"]}
+SHORT = 22
+
+
+@functools.cache
+def qwen4(ratio):
+    """(eager, ours) with blocks of `ratio` keys."""
+    qwen4_exp = pytest.importorskip("transformers.models.qwen4_exp")
+    config = qwen4_exp.Qwen4ExpTextConfig(**QWEN4 | RATIOS[ratio])
+    return pair_of(transformers.Qwen4ExpForCausalLM, config)
+
+
+@pytest.fixture
+def block_sizes(monkeypatch):
+    """The block sizes and seqused_k of calls of selected_attention."""
+    calls = []
+
+    def call(q, k, v, indices, block_size, **options):
+        calls.append((block_size, "seqused_k" in options))
+        return selected_attention(q, k, v, indices, block_size, **options)
+
+    monkeypatch.setattr(selected, "selected_attention", call)
+    return calls
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_qwen4(ratio, side, block_sizes):
+    """Blocks, whose keys after a token's position the mask hides; under padding single keys."""
+    mask = None if side is None else padding(side, SHORT)
+    real = torch.ones(2, SHORT, dtype=torch.bool) if mask is None else mask.bool()
+    compare(*qwen4(ratio), {"input_ids": tokens(length=SHORT), "attention_mask": mask}, real)
+    assert set(block_sizes) == {(1 if side or ratio == 3 else 4, False)}
+
+
+def test_qwen4_packed(block_sizes):
+    """Positions that restart: blocks are counted from the first key of a sequence."""
+    restarts = torch.cat([torch.arange(n) for n in (9, 1, 12)])[None].expand(2, -1)
+    inputs = {"input_ids": tokens(length=SHORT), "position_ids": restarts, "use_cache": False}
+    compare(*qwen4(4), inputs, torch.ones(2, SHORT, dtype=torch.bool))
+    assert set(block_sizes) == {(1, False)}
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_of_qwen4(ratio, side, cache, block_sizes):
+    options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache}
+    options |= {"attention_mask": None if side is None else padding(side, SHORT)}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    eager, ours = (model.generate(tokens(length=SHORT), **options) for model in qwen4(ratio))
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), **CLOSE)
+    assert block_sizes[-1] == (1 if side or ratio == 3 else 4, True)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_in_parts_of_qwen4(cache):
+    found = []
+    for model in qwen4(4):
+        config = model.config
+        past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=40)
+        with torch.no_grad():
+            parts = tokens(length=26).split([7, 1, 18], 1)
+            found.append(torch.cat([model(part, past_key_values=past).logits for part in parts], 1))
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+def test_qwen4_with_masks_of_the_user():
+    """4-D masks, bool and added."""
+    eager, ours = qwen4(3)
+    seen = torch.ones(SHORT, SHORT, dtype=torch.bool).tril() & (torch.rand(2, 1, SHORT, SHORT) < 0.7)
+    seen |= torch.eye(SHORT, dtype=torch.bool)
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    expected = eager(tokens(length=SHORT), attention_mask=added).logits
+    for mask in (seen, added):
+        torch.testing.assert_close(ours(tokens(length=SHORT), attention_mask=mask).logits, expected, **CLOSE)
+
+
+def test_block_masks_of_qwen4_are_refused():
+    ours = copy.deepcopy(qwen4(3)[1])
+    set_block_mask(ours, lambda lengths, device: patterns.sliding_window(lengths, (5, 0), device=device))
+    with pytest.raises(ValueError, match=r"set_block_mask\) is not supported in layers that select KV blocks"):
+        ours(tokens(length=SHORT))
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 40])
+def test_true_columns(most, monkeypatch):
+    """Also in parts of the rows. Tensors have no more than `most` columns that are True."""
+    monkeypatch.setattr(selected, "CHUNK", 2 * 8 * 2 * 29)
+    seen = torch.rand(2, 1, 7, 29).argsort(-1) < min(most, 29)
+    seen[0, 0, 3, 5:] = False
+    found = selected.true_columns(seen, most)
+    assert found.shape == (2, 7, 1, most) and found.dtype == torch.int32
+    for row, columns in zip(found.flatten(0, 2), seen.flatten(0, 2), strict=True):
+        expected = columns.nonzero().flatten().tolist()
+        assert row.tolist() == expected + [-1] * (most - len(expected))
+
+
 # ------------------------------------------------------------------ the attention function
 
 
@@ -220,7 +334,7 @@ def test_masks_that_the_user_made(groups, gradients):
 
 @pytest.mark.parametrize("block_size", [1, 4, 6, 32, 64, 128, 192, 256])
 def test_block_sizes(block_size):
-    """Those that are not supported become several blocks."""
+    """Blocks of other sizes become several blocks."""
     q, k, v = operands(3, 300)
     indices = lists(2, 2, 3, top=2, blocks=-(-300 // block_size))
     causal = torch.ones(3, 300, dtype=torch.bool).tril(297)[None, None]
@@ -290,7 +404,9 @@ def test_errors():
 def test_block_masks_are_refused():
     ours = copy.deepcopy(pair("a list per KV head")[1])
     set_block_mask(ours, lambda lengths, device: patterns.sliding_window(lengths, (5, 0), device=device))
-    with pytest.raises(ValueError, match=r"is not supported with block_indices.* call set_block_mask\(model, None\)"):
+    with pytest.raises(
+        ValueError, match=r"is not supported in layers that select.* call set_block_mask\(model, None\)"
+    ):
         ours(tokens())
     set_block_mask(ours, None, layers=[0])
     ours(tokens())

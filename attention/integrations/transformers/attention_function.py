@@ -17,7 +17,7 @@ from cute_kernels.checks import watched
 from .block_masks import ATTRIBUTE
 from .distributed import PlannedMask, check_none_active
 from .masks import Mask
-from .selected import attend_blocks
+from .selected import attend_blocks, attend_keys, selects_keys
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
 SELECTED = f"sparse attention to selected keys is not supported; {ELSE}"
@@ -125,10 +125,12 @@ def attend(
     packed = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given or both be None")
-    if block_indices is None:
-        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
-    else:
+    if block_indices is not None:
         out = attend_blocks(module, *padded(*operands), attention_mask, block_indices, packed, options)
+    elif packed is None and selects_keys(module, attention_mask):
+        out = attend_keys(module, *padded(*operands), attention_mask, options)
+    else:
+        out = _attend(module, *padded(*operands), attention_mask, packed, sliding_window, is_causal, options)
     out = out.transpose(1, 2)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import masking_utils
 
@@ -26,6 +27,7 @@ from .distributed import PlannedMask, active
 from .kinds import CAUSAL, Kind, kind_of
 
 MOST_DECODE_ROWS = 64
+ORIGIN = "_cute_kernels_mask"
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,8 +274,18 @@ def _operator(name: str) -> Callable:
     return lambda mask, *others: operator(mask.dense(), *_dense(others))
 
 
-for _name in ("and", "rand", "or", "ror", "xor", "rxor", "invert", "mul", "rmul"):
+def _and(mask: Mask, other) -> Tensor:
+    """The intersection, a tensor with the mask as an attribute: Qwen4's layers select keys of their mask by it."""
+    both_masks = mask.dense() & _dense(other)
+    if not is_compiling():
+        setattr(both_masks, ORIGIN, mask)
+    return both_masks
+
+
+for _name in ("or", "ror", "xor", "rxor", "invert", "mul", "rmul"):
     setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("and", "rand"):
+    setattr(Mask, f"__{_name}__", _and)
 
 
 @torch.compiler.disable(reason="masks are created by reading the closures that transformers composes")

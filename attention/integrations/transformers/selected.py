@@ -1,6 +1,7 @@
-"""Layers whose query tokens attend to their own lists of KV blocks (MiniMax-M3), by selected_attention.
+"""Layers whose query tokens attend to their own lists of KV blocks, by selected_attention.
 
-The model's own indexer selects the blocks. The layer's mask and its number of query tokens determine the call:
+The model's own indexer selects the blocks. MiniMax-M3 passes their indices, Qwen4-Exp a bool mask of the selected keys,
+from which the lists are made. The layer's mask and its number of query tokens determine the call:
 
 | mask | query tokens | call |
 | --- | --- | --- |
@@ -12,22 +13,25 @@ The model's own indexer selects the blocks. The layer's mask and its number of q
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from attention import BlockMask, block_sparse_attention, selected_attention
 from attention.masks.mask_mods import Elements, both
-from attention.selected.blocks import BLOCK_SIZES, SelectedBlocks, mask_of
+from attention.selected.blocks import BLOCK_SIZES, CHUNK, SelectedBlocks, mask_of
 from attention.selected.decode.config import WIDE_16
 from attention.selected.decode.dispatch import MOST_TOKENS
 from cute_kernels.checks import watched
 
 from .block_masks import ATTRIBUTE
 from .distributed import PlannedMask, check_none_active
-from .masks import Mask
+from .masks import ORIGIN, Mask
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
-REFUSED = "is not supported with block_indices, the selected blocks of a layer"
+REFUSED = "is not supported in layers that select KV blocks"
 
 
 def attend_blocks(
@@ -43,6 +47,58 @@ def attend_blocks(
         )
     lists, block_size = block_lists(module, block_indices, q.shape[1], k.shape[1])
     return attend_selected(module, q, k, v, mask, lists, block_size, options)
+
+
+def selects_keys(module: nn.Module, mask) -> bool:
+    """True if the mask is a tensor of the keys that the layer's indexer selected, as in Qwen4-Exp."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        return False
+    indexer = getattr(module, "indexer", None)
+    return hasattr(indexer, "token_budget") and hasattr(indexer, "compress_ratio")
+
+
+def attend_keys(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seen: Any, options: dict) -> Tensor:
+    """(B, H, Sq, Dv) of a layer that passes its selected keys, bool (B, 1, Sq, Sk).
+
+    The indexer selects blocks of compress_ratio visible keys, and the keys after the last whole one. If the layer's own
+    mask is causal, such blocks begin at multiples of compress_ratio. Otherwise the lists have single keys.
+    """
+    check_supported(module, seen, options)
+    check_none_active()
+    indexer: Any = module.indexer
+    mask, ratio, columns = getattr(seen, ORIGIN, None), indexer.compress_ratio, k.shape[2]
+    whole = indexer.token_budget // ratio
+    if mask is not None and _is_causal(mask) and mask.lengths == seen.shape[2:]:
+        size = _divisor(ratio)
+        blocks = pad(seen, (0, -columns % size)).unflatten(-1, (-1, size)).any(-1)
+        lists = true_columns(blocks, (whole + 1) * (ratio // size))
+        return attend_selected(module, q, k, v, mask, lists, size, options)
+    lists = true_columns(seen[..., :columns].expand(q.shape[0], -1, -1, -1), whole * ratio + ratio - 1)
+    if _decodes(q, k, v, options):
+        options = options | {"seqused_k": torch.full(q.shape[:1], columns, dtype=torch.int32, device=q.device)}
+    return selected_attention(q, k, v, lists, 1, **options)
+
+
+def true_columns(seen: Tensor, most: int) -> Tensor:
+    """(B, Sq, 1, most) int32: the columns that are True in (B, 1, Sq, columns), ascending, then -1."""
+    batch, _, rows, columns = seen.shape
+    found = torch.full((batch, rows, most + 1), -1, dtype=torch.int32, device=seen.device)
+    column = torch.arange(columns, dtype=torch.int32, device=seen.device)
+    step = max(1, CHUNK // max(1, 8 * batch * columns))
+    for begin in range(0, rows, step):
+        part = seen[:, 0, begin : begin + step]
+        place = (part.cumsum(-1) - 1).masked_fill(~part, most)
+        found[:, begin : begin + step].scatter_(-1, place, column.expand_as(place))
+    return found[:, :, None, :most].contiguous()
+
+
+def _divisor(size: int) -> int:
+    """The largest supported size of blocks that divides `size`."""
+    return max(n for n in BLOCK_SIZES if size % n == 0)
+
+
+def _is_causal(mask: Mask) -> bool:
+    return mask.is_band() and mask.kind.left is None and mask.kind.right == 0
 
 
 def block_lists(module: nn.Module, block_indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, int]:
@@ -71,7 +127,7 @@ def block_lists(module: nn.Module, block_indices: Tensor, heads: int, kv_heads: 
     groups = lists.shape[2]
     if groups not in (1, kv_heads, heads):
         lists = lists.repeat_interleave((heads if kv_heads % groups else kv_heads) // groups, 2)
-    block_size = max(n for n in BLOCK_SIZES if size % n == 0)
+    block_size = _divisor(size)
     return (lists if block_size == size else parts_of(lists, size // block_size)), block_size
 
 
@@ -127,7 +183,7 @@ def check_supported(module: nn.Module, mask, options: dict) -> None:
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lists: Tensor, block_size: int, options: dict) -> Tensor:
     """Attention under a mask of make_mask."""
     last, decodes = mask.shift + mask.lengths[0], _decodes(q, k, v, options)
-    causal = mask.is_band() and mask.kind.left is None and mask.kind.right == 0
+    causal = _is_causal(mask)
     if causal and decodes:
         seqused_k = mask.seqused_k(q.shape[0])
         return selected_attention(q, k, v, lists, block_size, causal=True, seqused_k=seqused_k, **options)
