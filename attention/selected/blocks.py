@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.front import check_supported
+from cute_kernels.traced.record import Traced
 
 from ..masks.block_mask import BlockMask
+from ..masks.element_mask import BoundMask, trace_mask
 from ..masks.mask_mods import And, Band, MaskMod, RowRange
 from .unions.config import SIDE, WORD
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
 CHUNK = 2**28  # bytes of memory for one part of the rows
+MOST_PROGRAMS = 1024
 GATHER = sum(2 ** (56 - 7 * i) for i in range(8))  # 8 bytes of 0 or 1, times this: bit 56 + i is byte i
 
 
@@ -100,7 +103,26 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> B
     mask_mod: MaskMod = member if visible is None else And(visible, member)
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
+    key = share, block_size, causal, packed, columns - tokens, first is None, indices.device
+    mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end))
     return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
+
+
+_PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors, numbers)
+
+
+def bound(mask_mod: MaskMod, key: tuple, tensors: tuple[Tensor, ...]) -> BoundMask:
+    """The traced mask_mod of these tensors, which are new in each call. Tracing takes 2 ms, so it is done once for each
+    key: all else that mask_mod depends on."""
+    known = _PROGRAMS.get(key)
+    if known is None:
+        traced = trace_mask(mask_mod, tensors[0].device)
+        places = [next(i for i, t in enumerate(tensors) if t is read) for read in traced.tensors]
+        if len(_PROGRAMS) >= MOST_PROGRAMS:
+            _PROGRAMS.clear()
+        known = _PROGRAMS[key] = traced.program, places, traced.numbers
+    program, places, numbers = known
+    return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers))
 
 
 def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention import selected_attention, torch_op
+from attention.masks import element_mask
 from attention.selected import blocks, reference
 from attention.selected.blocks import SelectedBlocks, mask_of
 from cute_kernels import explain
@@ -318,6 +319,19 @@ def test_lists_are_read_in_parts(monkeypatch):
     """Parts of a few rows each, as with many tokens."""
     monkeypatch.setattr(blocks, "CHUNK", 20_000)
     check(*call_of(90, 300, 4, 20, H=12, heads=1, B=1, groups=1), causal=True)
+
+
+def test_the_mask_is_traced_once(monkeypatch):
+    """For all lists and lengths, since each call has new tensors."""
+    calls = [call_of(*sizes, 4, 20, groups=2, B=B) for *sizes, B in ((90, 300, 1), (90, 300, 1), (40, 250, 2))]
+    packed = [packed_call(rows, (77, 13), 4, 6) for rows in ((60, 9), (50, 19))]
+    for traces in (True, False):
+        if not traces:
+            monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
+        for call in calls:
+            check(*call, causal=True)
+        for call, cu in packed:
+            check(*call, causal=True, **cu)
 
 
 # Errors
