@@ -105,7 +105,7 @@ def test_scales_far_apart(device):
 @DEVICES
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_selected_blocks_of_the_last_pages(device, dtype):
-    """Of a cache of more than 2^31 elements."""
+    """A cache of more than 2^31 elements."""
     page, count = (1, 16, 64), 4
     pages = 2**31 // (16 * 64) + count
     k, v = (empty((pages, *page), device, dtype) for _ in "kv")
