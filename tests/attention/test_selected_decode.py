@@ -117,7 +117,7 @@ def test_entries_that_are_no_block(where):
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["QSA", "MSA", "a list per head", "E4M3", "E5M2"])
+@pytest.mark.parametrize("name", ["QSA", "MSA", "NSA", "a list per head", "E4M3", "E5M2"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_emulated_kernels(arch, name):
     if shutil.which(COMPILER) is None:
@@ -127,6 +127,19 @@ def test_emulated_kernels(arch, name):
     expected = selected_attention(**call, return_lse=True, **terms)
     with on_emulator(arch, sms=3), heuristics.splits(2):
         found = selected_attention(**call, return_lse=True, **terms)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.float(), right.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_emulated_sinks(splits):
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    sinks = torch.tensor([0.5, 3.0, -2.0, -torch.inf])
+    call = call_of(4, 12, page_size=16, rows=2, lengths=[0, 300]) | {"sinks": sinks}
+    expected = selected_attention(**call, return_lse=True, causal=True)
+    with on_emulator("sm_90", sms=3), heuristics.splits(splits):
+        found = selected_attention(**call, return_lse=True, causal=True)
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.float(), right.float(), atol=2e-2, rtol=2e-2)
 
