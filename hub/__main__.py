@@ -63,13 +63,16 @@ The parts are `cute_kernels`, `sparse_collective` and `attention`, as in the pac
 
 from . import attention, cute_kernels, sparse_collective
 from .attention import BlockMask, block_sparse_attention, create_block_mask, scaled_dot_product_attention
+from .attention import select_blocks, selected_attention
+from .attention.integrations.msa import build_k2q_csr, sparse_atten_func
 from .cute_kernels import gemm, quantize
 from .sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 
 __version__ = "{version}"
 __all__ = [
-    "BlockMask", "BsrMatrix", "attention", "block_sparse_attention", "bsr_linear", "bsr_matmul", "create_block_mask",
-    "cute_kernels", "gemm", "quantize", "scaled_dot_product_attention", "sparse_collective",
+    "BlockMask", "BsrMatrix", "attention", "block_sparse_attention", "bsr_linear", "bsr_matmul", "build_k2q_csr",
+    "create_block_mask", "cute_kernels", "gemm", "quantize", "scaled_dot_product_attention", "select_blocks",
+    "selected_attention", "sparse_atten_func", "sparse_collective",
 ]
 '''
 TEST = """\

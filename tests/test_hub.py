@@ -39,6 +39,12 @@ mask = kernels.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 200, 2
 expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 torch.testing.assert_close(kernels.block_sparse_attention(q, k, v, mask), expected)
 torch.testing.assert_close(kernels.attention.attention(q, k, v, causal=True), expected)
+cu = torch.tensor([0, 200], dtype=torch.int32)
+csr = kernels.build_k2q_csr(torch.tensor([0, 1]).int().repeat(1, 200, 1), cu, cu, 128, total_k=200)
+q, k, v = q[0].transpose(0, 1), *(t[0, :1].transpose(0, 1) for t in (k, v))
+lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 200, "max_seqlen_k": 200}
+expected = kernels.attention.attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+torch.testing.assert_close(kernels.sparse_atten_func(q, k, v, *csr, 2, **lengths, causal=True), expected)
 
 from kernel_1a2b.cute_kernels.runtime import families, keys, packages
 from kernel_1a2b.cute_kernels.traced import libraries
