@@ -35,6 +35,9 @@ def block_scores(q: Tensor, k: Tensor, lists: list[Tensor], blocksize: list[int]
         (indices, *_), (block_size, _, packed) = lists, blocksize
         rows = packed * (q.shape[1] // max(indices.shape[2], 1))  # of each list
         return min(indices.numel() * block_size * rows, dense_scores(q, k))
+    if form in ("full rows", "partial rows"):
+        (index,), rows = lists, math.prod(q.shape[:2]) // max(math.prod(lists[0].shape[:2]), 1)
+        return min(index.numel() * rows * math.prod(blocksize), dense_scores(q, k))
     if form not in ("lists", "flex", "blocks") or not all(readable(t) for t in lists):
         return dense_scores(q, k)
     counts, (bm, bn) = (lists, (128, 128)) if form == "blocks" else (lists[::2], blocksize)

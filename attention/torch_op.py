@@ -38,6 +38,7 @@ MASK = (
     "str form, Tensor[] lists, SymInt[] lengths, SymInt[] blocksize, str? mask_mod, SymInt[] mask_numbers, "
     "Tensor[] mask_tensors"
 )
+EQUAL_ROWS = "full rows", "partial rows"  # forms of a mask whose rows list equally many blocks
 SCORE = "str score_mod, SymInt[] score_numbers, Tensor[] score_tensors"
 BACKWARD = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 MASK_PARTS, SCORE_PARTS = 7, 3
@@ -275,13 +276,18 @@ def crossing(block_mask) -> tuple:
     """A mask as arguments of a registered op, which `_block_mask` reads; torch.compile traces it.
 
     (form, tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists"
-    of a BlockMask; the two or four of FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; one of bool "blocks"
-    or "elements"; or the lists of blocks that are "selected", with cu_seqlens of packed sequences. Their block size is
-    followed by 1 if they are causal, else 0, and the heads packed in rows.
+    of a BlockMask; the one list of a BlockMask of equal rows, "full rows" or "partial rows"; the two or four of
+    FlexAttention's, "flex"; the indices of a BsrMatrix, "bsr"; one of bool "blocks" or "elements"; or the lists of
+    blocks that are "selected", with cu_seqlens of packed sequences. Their block size is followed by 1 if they are
+    causal, else 0, and the heads packed in rows.
     """
     if isinstance(block_mask, BlockMask):
         mask_mod = mask_text.written_mask(block_mask.mask_mod)
-        return "lists", list(block_mask.lists()), list(block_mask.lengths), list(block_mask.blocksize), *mask_mod
+        form, lists = "lists", list(block_mask.lists())
+        if block_mask.equal_rows:
+            full = block_mask.kv_indices.shape[-1] == 0
+            form, lists = ("full rows", lists[3:]) if full else ("partial rows", lists[1:2])
+        return form, lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_mod
     if isinstance(block_mask, cache.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
@@ -344,6 +350,8 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
         if form == "bsr":
             return BlockMask.from_blocks(*convert.blocks_of_indices(lists[0], lists[1], lengths, blocksize, None))
         facts: dict[str, Any] = {"lengths": lengths, "blocksize": blocksize, "mask_mod": mask_mod}
+        if form in EQUAL_ROWS:
+            return BlockMask.of_equal_rows(lists[0], form == "full rows", **facts)
         tables: Sequence = lists
         if form == "flex":
             tables, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
@@ -352,5 +360,5 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
     if form == "flex" and captured(lists[0]):
         return make(*lists)  # see cache.py
     key = form, *lengths, *blocksize, mask_mod is None
-    mask = cache.of_op_tensors(lists, key, make, versioned=form != "lists")
+    mask = cache.of_op_tensors(lists, key, make, versioned=form not in ("lists", *EQUAL_ROWS))
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

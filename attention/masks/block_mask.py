@@ -272,11 +272,16 @@ class BlockMask(Pictured):
         if indices.dim() != 4:
             raise ValueError(f"indices must be (B, H, Mq, top), got shape {tuple(indices.shape)}")
         lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
+        full = mask_mod is None and lengths[1] % blocksize[1] == 0
+        return cls.of_equal_rows(indices, full, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
+
+    @classmethod
+    def of_equal_rows(cls, indices: Tensor, full: bool, **facts) -> BlockMask:
+        """The mask of `from_indices` whose blocks are all full, or all partial. facts: those of BlockMask."""
         count, none = block_lists.equal_counts(indices)
-        lists = count, indices, none, indices[..., :0]
-        if mask_mod is None and lengths[1] % blocksize[1] == 0:
-            lists = *lists[2:], *lists[:2]
-        mask = cls(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
+        partial, empty = (count, indices), (none, indices[..., :0])
+        lists = (*empty, *partial) if full else (*partial, *empty)
+        mask = cls(*lists, **facts, check=False)
         mask._set(equal_rows=indices.shape[3] > 0)
         return mask
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
-from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, patterns
+from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, flops, patterns, torch_op
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.testing.reference import normal, seed
@@ -118,6 +118,22 @@ def test_flex_attention_s_mask(path):
     mask = BlockMask.from_flex(flex)
     assert torch.equal(block_sparse_attention(q, k, v, flex), block_sparse_attention(q, k, v, mask))
     check(q, k, v, block_mask=mask)
+
+
+@pytest.mark.parametrize(("lengths", "mask_mod"), [((300, 512), None), ((300, 500), None), ((300, 512), by_head)])
+def test_equal_rows_in_the_registered_op(lengths, mask_mod):
+    """The op is called with the list alone, and the mask that it makes of it launches nothing, either."""
+    mask = equal_rows(3, 64, mask_mod)(lengths, "cpu")
+    parts = torch_op.crossing(mask)
+    rebuilt = torch_op._block_mask(*parts)
+    assert len(parts[1]) == 1 and rebuilt.equal_rows and rebuilt.lengths == mask.lengths
+    assert all(torch.equal(a, b) for a, b in zip(rebuilt.lists(), mask.lists(), strict=True))
+    q, k, v = qkv(*lengths)
+    compiled = torch.compile(lambda *call: block_sparse_attention(*call, mask) * 1, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), block_sparse_attention(q, k, v, mask))
+    assert flops.block_scores(q, k, *parts[1:4:2], parts[0]) == flops.block_scores(
+        q, k, mask.lists(), mask.blocksize, "lists"
+    )
 
 
 class TestOrder:
