@@ -66,6 +66,19 @@ def pair_of(cls, config):
     return eager, ours
 
 
+@pytest.fixture
+def block_sizes(monkeypatch):
+    """The block sizes and seqused_k of calls of selected_attention."""
+    calls = []
+
+    def call(q, k, v, indices, block_size, **options):
+        calls.append((block_size, "seqused_k" in options))
+        return selected_attention(q, k, v, indices, block_size, **options)
+
+    monkeypatch.setattr(selected, "selected_attention", call)
+    return calls
+
+
 def tokens(batch=2, length=LENGTH, seed=2):
     return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -113,6 +126,17 @@ def test_results_and_gradients(name, side, length):
     mask = None if side is None else padding(side, length)
     real = torch.ones(2, length, dtype=torch.bool) if mask is None else mask.bool()
     compare(*pair(name), {"input_ids": tokens(length=length), "attention_mask": mask}, real)
+
+
+def test_padding_on_the_right_is_causal(block_sizes):
+    """Rows of tokens do not see it, so tiles have all heads of a list."""
+    _, ours = pair("a list per KV head")
+    for side, calls in (("right", [(4, False)] * 2), ("left", [])):
+        ours(tokens(), attention_mask=padding(side)).logits.sum().backward()
+        with torch.no_grad():
+            ours(tokens(), attention_mask=padding(side))
+        assert block_sizes == calls, side
+        block_sizes.clear()
 
 
 def test_selection_matters():
@@ -213,27 +237,14 @@ def qwen4(ratio):
     return pair_of(transformers.Qwen4ExpForCausalLM, config)
 
 
-@pytest.fixture
-def block_sizes(monkeypatch):
-    """The block sizes and seqused_k of calls of selected_attention."""
-    calls = []
-
-    def call(q, k, v, indices, block_size, **options):
-        calls.append((block_size, "seqused_k" in options))
-        return selected_attention(q, k, v, indices, block_size, **options)
-
-    monkeypatch.setattr(selected, "selected_attention", call)
-    return calls
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_qwen4(ratio, side, block_sizes):
-    """Blocks, whose keys after a token's position the mask hides; under padding single keys."""
+    """Blocks, whose keys after a token's position the mask hides; under left padding single keys."""
     mask = None if side is None else padding(side, SHORT)
     real = torch.ones(2, SHORT, dtype=torch.bool) if mask is None else mask.bool()
     compare(*qwen4(ratio), {"input_ids": tokens(length=SHORT), "attention_mask": mask}, real)
-    assert set(block_sizes) == {(1 if side or ratio == 3 else 4, False)}
+    assert set(block_sizes) == {(1 if side == "left" or ratio == 3 else 4, False)}
 
 
 def test_qwen4_packed(block_sizes):

@@ -59,12 +59,13 @@ class Mask(FlexBlockMask):
         kind: the band of `function`; None if it is not one.
         padding: (B, columns) bool, True for tokens; None: no padding.
         begin: (B,) int32, the column of each sequence's first token, if all later columns are tokens; in decode only.
+        trailing: True if the padding is known to be after each sequence's tokens.
     """
 
-    def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device, begin=None):
+    def __init__(self, batch, lengths, shift, skipped, kind, function, padding, device, begin=None, trailing=False):
         self.batch, self.lengths, self.shift, self.skipped = batch, lengths, shift, skipped
         self.kind, self.function, self.padding, self.mask_device = kind, function, padding, device
-        self.begin = begin
+        self.begin, self.trailing = begin, trailing
         self.cached = {}
 
     @property
@@ -116,7 +117,18 @@ class Mask(FlexBlockMask):
             )
         moved = (t.to(device) if isinstance(t, Tensor) else t for t in (self.shift, self.padding, self.begin))
         shift, padding, begin = moved
-        terms = self.batch, self.lengths, shift, self.skipped, kind, self.function, padding, device, begin
+        terms = (
+            self.batch,
+            self.lengths,
+            shift,
+            self.skipped,
+            kind,
+            self.function,
+            padding,
+            device,
+            begin,
+            self.trailing,
+        )
         return self._once(("to", device), lambda: Mask(*terms))
 
     def __repr__(self) -> str:
@@ -310,27 +322,31 @@ def make_mask(
     if (plans := active()) is not None:
         return plans.mask(batch_size, (q_length, kv_length), q_offset, kind, attention_mask)
     shift = q_offset - kv_offset  # a new tensor: a static cache increments its own in place
-    padding = begin = None
+    padding, begin, trailing = None, None, False
     if attention_mask is not None:
         end = kv_offset + kv_length
         whole: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = whole[:, kv_offset:end]
         if not captured(padding):
-            padding, begin = _located(padding, kind, shift, q_length)
+            padding, begin, trailing = _located(padding, kind, shift, q_length)
     lengths, device = (q_length, kv_length), torch.device(device)
-    return Mask(batch_size, lengths, shift, kv_offset, kind, mask_function, padding, device, begin)
+    return Mask(batch_size, lengths, shift, kv_offset, kind, mask_function, padding, device, begin, trailing)
 
 
-def _located(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """(the padding, None if it masks no visible column; Mask.begin), with one synchronization."""
+def _located(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int) -> tuple:
+    """(padding, begin, trailing) of Mask, with one synchronization; None for a padding that masks no visible column."""
     column = torch.arange(padding.shape[1], device=padding.device)
     causal = kind is not None and kind.right == 0
     token = padding
     if causal:  # columns after the last row's are masked for all rows: in a static cache most of them
         last = shift + rows
         token = padding | (column >= (last.to(padding.device) if isinstance(last, Tensor) else last))
-    if not causal or kind is None or kind.sequences is not None or rows > MOST_DECODE_ROWS:
-        return (None if bool(token.all()) else padding), None
+    if not causal:
+        return (None if bool(token.all()) else padding), None, False
     begin = padding.int().argmax(-1)
-    whole, behind = torch.stack([token.all(), (token | (column < begin[:, None])).all()]).tolist()
-    return (None if whole else padding), (begin.int() if behind and not whole else None)
+    found = token.all(), (token | (column < begin[:, None])).all(), (padding[:, 1:] <= padding[:, :-1]).all()
+    whole, behind, trailing = torch.stack(found).tolist()
+    if whole:
+        return None, None, False
+    decodes = kind is not None and kind.sequences is None and rows <= MOST_DECODE_ROWS
+    return padding, (begin.int() if behind and decodes else None), trailing

@@ -5,10 +5,10 @@ from which the lists are made. The layer's mask and its number of query tokens d
 
 | mask | query tokens | call |
 | --- | --- | --- |
-| causal | more than 16, or with gradients | selected_attention of whole sequences |
-| causal | at most 16 | selected_attention with seqused_k: the KV cache's decode kernel |
-| any other, as with padding | at most 16 | the same, with a list of the unmasked keys of the blocks |
-| any other | more than 16, or with gradients | block_sparse_attention with the intersection of both masks |
+| causal, or with padding on the right | more than 16, or gradients | selected_attention of whole sequences |
+| the same | at most 16 | selected_attention with seqused_k: the KV cache's decode kernel |
+| any other | at most 16 | the same, with a list of the unmasked keys of the blocks |
+| any other | more than 16, or gradients | block_sparse_attention with the intersection of both masks |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from attention import BlockMask, block_sparse_attention, selected_attention
 from attention.masks.mask_mods import Elements, both
-from attention.selected.blocks import BLOCK_SIZES, CHUNK, SelectedBlocks, mask_of
+from attention.selected.blocks import BLOCK_SIZES, CHUNK, SIDE, Member, tables_of
 from attention.selected.decode.config import WIDE_16
 from attention.selected.decode.dispatch import MOST_TOKENS
 from cute_kernels.checks import watched
@@ -98,7 +98,10 @@ def _divisor(size: int) -> int:
 
 
 def _is_causal(mask: Mask) -> bool:
-    return mask.is_band() and mask.kind.left is None and mask.kind.right == 0
+    """True if all rows of tokens have a causal mask: later keys of padding are masked by it, too."""
+    kind = mask.kind
+    causal = kind is not None and kind.left is None and kind.right == 0 and kind.sequences is None
+    return causal and (mask.padding is None or mask.trailing)
 
 
 def block_lists(module: nn.Module, block_indices: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, int]:
@@ -192,8 +195,18 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lists: Tensor, block_si
         return selected_attention(q, k, v, lists, block_size, causal=True, **options)
     if decodes:
         return _keys(q, k, v, mask.elements(), lists, block_size, options)
-    blocks = mask_of(SelectedBlocks(lists, block_size, False), q.shape[1], mask.lengths)
+    blocks = blocks_of(lists, block_size, q.shape[1], mask.lengths)
     return block_sparse_attention(q, k, v, mask.intersection(blocks), **options)
+
+
+def blocks_of(lists: Tensor, block_size: int, heads: int, lengths: tuple[int, int]) -> BlockMask:
+    """The lists as a block mask of one query head per tile, whose mask_mod can be combined with another."""
+    words, listed = tables_of(lists, block_size, None, None, lengths[1], 1)
+    groups = lists.shape[2]
+    if 1 < groups < heads:
+        listed = listed.repeat_interleave(heads // groups, 1)
+    mask_mod = Member(words, heads // groups, block_size, None)
+    return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 
 def _under_elements(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor, block_size, options: dict) -> Tensor:
@@ -205,7 +218,7 @@ def _under_elements(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor
         )
     if seen.shape[1] == 1 and _decodes(q, k, v, options):
         return _keys(q, k, v, seen, lists, block_size, options)
-    blocks = mask_of(SelectedBlocks(lists, block_size, False), q.shape[1], shape[2:])
+    blocks = blocks_of(lists, block_size, q.shape[1], shape[2:])
     partial, full = blocks.tables()
     mask_mod = both(blocks.mask_mod, Elements(seen.expand(shape)))
     mask = BlockMask.from_blocks(partial | full, blocks.blocksize, lengths=blocks.lengths, mask_mod=mask_mod)
