@@ -57,7 +57,6 @@ def test_classes(name):
 @pytest.mark.parametrize(
     ("name", "model", "keyword"),
     [
-        ("deepseek_v32.modeling_deepseek_v32", "DeepseekV32Model", "indices"),
         ("inkling2.modeling_inkling2", "Inkling2TextModel", "sinks"),
     ],
 )

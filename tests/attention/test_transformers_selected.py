@@ -16,8 +16,10 @@ from transformers.generation.configuration_utils import CompileConfig  # noqa: E
 from attention import patterns, selected_attention  # noqa: E402
 from attention.integrations.transformers import register, selected, set_block_mask  # noqa: E402
 from attention.integrations.transformers.attention_function import attend  # noqa: E402
+from attention.integrations.transformers.distributed import PlannedMask  # noqa: E402
 from attention.integrations.transformers.masks import make_mask  # noqa: E402
 
+from . import transformers_zoo as zoo  # noqa: E402
 from .selected_parts import lists, seen_of  # noqa: E402
 
 register()
@@ -311,6 +313,43 @@ def test_true_columns(most, monkeypatch):
         assert row.tolist() == expected + [-1] * (most - len(expected))
 
 
+# ------------------------------------------------------------------ DeepSeek-V3.2, which passes indices of keys
+
+
+@functools.cache
+def deepseek():
+    """(eager, ours)"""
+    cls = pytest.importorskip("transformers.models.deepseek_v32").DeepseekV32ForCausalLM
+    config = zoo.tiny_config(cls.config_class)
+    config.eos_token_id = None
+    return zoo.build(cls, config, "eager"), zoo.build(cls, config, "cute_kernels")
+
+
+@pytest.mark.parametrize("form", [None, "left", "right", "packed"])
+@pytest.mark.parametrize("length", [LENGTH, 80])
+def test_deepseek(form, length):
+    inputs, real = {"input_ids": tokens(length=length)}, torch.ones(2, length, dtype=torch.bool)
+    if form == "packed":
+        restarts = torch.cat([torch.arange(n) for n in (9, 1, length - 10)])[None].expand(2, -1)
+        inputs |= {"position_ids": restarts, "use_cache": False}
+    elif form is not None:
+        inputs["attention_mask"] = padding(form, length)
+        real = inputs["attention_mask"].bool()
+    compare(*deepseek(), inputs, real)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_tokens_of_deepseek(side, cache, block_sizes):
+    options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache}
+    options |= {"attention_mask": None if side is None else padding(side)}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    eager, ours = (model.generate(tokens(), **options) for model in deepseek())
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), **CLOSE)
+    assert block_sizes[-1] == (1, True)
+
+
 # ------------------------------------------------------------------ the attention function
 
 
@@ -410,6 +449,22 @@ def test_errors():
     for added in ({"attention_mask": torch.zeros(2, 1, 12, 12)}, {"position_bias": torch.zeros(1, 4, 12, 12)}):
         with pytest.raises(ValueError, match="a score_mod, position_bias or float attention_mask is not supported"):
             attend(layer(), q, k, v, **{"attention_mask": mask} | added, **options)
+
+
+def test_indices_of_keys_that_are_refused():
+    q, k, v = operands(12, 12)
+    indices, cu = torch.zeros(2, 12, 3, dtype=torch.int64), torch.tensor([0, 12, 24])
+    with pytest.raises(ValueError, match="cu_seq_lens are not supported in layers that select keys"):
+        attend(layer(), q, k, v, None, indices=indices, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with pytest.raises(ValueError, match=r"indices must have shape \(batch, queries, top\), got \(2, 11, 3\)"):
+        attend(layer(), q, k, v, None, indices=indices[:, 1:])
+
+
+def test_context_parallelism_is_refused():
+    q, k, v = operands(12, 12)
+    planned = object.__new__(PlannedMask)
+    with pytest.raises(ValueError, match="context_parallel is not supported in layers that select KV blocks"):
+        attend(layer(), q, k, v, planned, block_indices=lists(2, 2, 12, top=2, blocks=3))
 
 
 def test_block_masks_are_refused():

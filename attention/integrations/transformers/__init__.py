@@ -7,9 +7,9 @@
 
 Supported without changes: prefill and decode with dynamic, static and sliding caches, left and right padding, packed
 batches, sliding-window layers, softcap, bidirectional encoders, grouped-query attention, training without dropout.
-MiniMax-M3's and Qwen4-Exp's layers, which select KV blocks, call `selected_attention`. `set_block_mask` sets a custom
-block mask for layers, `context_parallel` runs a model on a sequence that several processes share. Unsupported features
-raise an error, see `attend`.
+Layers that select KV blocks or keys (MiniMax-M3, Qwen4-Exp, DeepSeek-V3.2) call `selected_attention`. `set_block_mask`
+sets a custom block mask for layers, `context_parallel` runs a model on a sequence that several processes share.
+Unsupported features raise an error, see `attend`.
 
 `experts_implementation="cute_kernels"` runs the dense experts of mixtures of experts by our grouped GEMM.
 from_pretrained and save_pretrained also know models with block-sparse and FP8 layers: see `BlockSparseConfig` and

@@ -17,10 +17,9 @@ from cute_kernels.checks import watched
 from .block_masks import ATTRIBUTE
 from .distributed import PlannedMask, check_none_active
 from .masks import Mask
-from .selected import attend_blocks, attend_keys, selects_keys
+from .selected import attend_blocks, attend_indices, attend_keys, selects_keys
 
 ELSE = 'use attn_implementation="sdpa" or "eager"'
-SELECTED = f"sparse attention to selected keys is not supported; {ELSE}"
 PAGED = 'paged caches of continuous batching are not supported; use generate() or attn_implementation="sdpa"'
 # Keywords that would change the result, and the reason why they are not supported. Flags may be False.
 REFUSED = {
@@ -28,7 +27,6 @@ REFUSED = {
     "output_attentions": 'no attention weights are stored; use attn_implementation="eager" for output_attentions',
     "cache": PAGED,
     "block_table": PAGED,
-    "indices": SELECTED,  # DeepSeek Sparse Attention: its indexer's tokens
     "sinks": f"attention sinks that depend on the query are not supported; {ELSE}",  # Inkling-2
 }
 # Keywords that affect no implementation's result, or that repeat information of the mask: models forward their
@@ -64,6 +62,7 @@ def attend(
     score_mod: Callable | None = None,
     deterministic: bool | None = None,
     block_indices: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """softmax(query @ key.T) @ value of a layer, under its mask.
@@ -85,6 +84,8 @@ def attend(
         deterministic: True for a gradient of query that is bitwise identical on every run; None: torch's setting.
         block_indices: (B, lists per token, Sq, top), the KV blocks that each query token attends to, padded with -1, of
             module.indexer.block_size keys, as in MiniMax-M3; excludes cu_seq_lens, packed sequences and biases.
+        indices: (B, Sq, top), the keys that each query token attends to, padded with -1, as in DeepSeek-V3.2; excludes
+            cu_seq_lens and biases.
         kwargs: None, or one of HARMLESS.
 
     Under torch.autocast operands of less than 64 bits are cast to its dtype. On a GPU an unsupported D or Dv (MiniLM's
@@ -127,6 +128,8 @@ def attend(
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given or both be None")
     if block_indices is not None:
         out = attend_blocks(module, *padded(*operands), attention_mask, block_indices, packed, options)
+    elif indices is not None:
+        out = attend_indices(module, *padded(*operands), attention_mask, indices, packed, options)
     elif packed is None and selects_keys(module, attention_mask):
         out = attend_keys(module, *padded(*operands), attention_mask, options)
     else:

@@ -1,7 +1,8 @@
 """Layers whose query tokens attend to their own lists of KV blocks, by selected_attention.
 
-The model's own indexer selects the blocks. MiniMax-M3 passes their indices, Qwen4-Exp a bool mask of the selected keys,
-from which the lists are made. The layer's mask and its number of query tokens determine the call:
+The model's own indexer selects the blocks. MiniMax-M3 passes their indices, DeepSeek-V3.2 those of single keys, and
+Qwen4-Exp a bool mask of the selected keys, from which the lists are made. The layer's mask and its number of query
+tokens determine the call:
 
 | mask | query tokens | call |
 | --- | --- | --- |
@@ -47,6 +48,23 @@ def attend_blocks(
         )
     lists, block_size = block_lists(module, block_indices, q.shape[1], k.shape[1])
     return attend_selected(module, q, k, v, mask, lists, block_size, options)
+
+
+def attend_indices(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, indices: Tensor, packed: tuple | None, options: dict
+) -> Tensor:
+    """(B, H, Sq, Dv) of a layer that passes the keys of each query token, (B, Sq, top), one list for all heads."""
+    if packed is not None:
+        raise ValueError(
+            f"{type(module).__name__}: cu_seq_lens are not supported in layers that select keys; pass position_ids "
+            "that restart in each sequence, and use_cache=False"
+        )
+    if indices.dim() != 3 or indices.shape[:2] != q.shape[::2][:2]:
+        raise ValueError(
+            f"{type(module).__name__}: indices must have shape (batch, queries, top), got {tuple(indices.shape)}; "
+            f"{ELSE}"
+        )
+    return attend_selected(module, q, k, v, mask, indices[:, :, None].to(torch.int32).contiguous(), 1, options)
 
 
 def selects_keys(module: nn.Module, mask) -> bool:
@@ -148,8 +166,8 @@ def attend_selected(
     mask: the result of make_mask; a bool tensor (B or 1, H or 1, Sq, Sk); or None, which is causal.
     """
     name, lengths = type(module).__name__, (q.shape[2], k.shape[2])
-    check_none_active()
     check_supported(module, mask, options)
+    check_none_active()
     if mask is None:
         if lengths[0] not in (1, lengths[1]):
             raise ValueError(
