@@ -212,6 +212,25 @@ def test_static_cache_under_compile(side):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("side", [None, "left"])
+def test_training_under_compile(side):
+    """The only graph break is the one where masks are made. Without a cache transformers assumes packed sequences."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, ours = pair(ONE)
+    inputs = {"input_ids": tokens(length=80), "use_cache": False}
+    inputs["attention_mask"] = None if side is None else padding(side, 80)
+    found = []
+    for run in (ours, torch.compile(ours, backend="aot_eager")):
+        ours.zero_grad()
+        loss = run(**inputs, labels=inputs["input_ids"]).loss
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in ours.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*found)
+    assert all("make_mask" in reason for reason in torch._dynamo.utils.counters["graph_break"])
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------ Qwen4-Exp, whose mask has the selected keys
 
 QWEN4 = dict(
@@ -401,6 +420,30 @@ def test_lists_of_a_number_that_is_none_of_the_heads():
     causal = torch.ones(5, 20, dtype=torch.bool).tril(15)[None, None]
     found, _ = attend(layer(), q, k, v, make_mask(2, 5, 20, 15), block_indices=indices)
     torch.testing.assert_close(found, expected_of(q, k, v, indices, 4, causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", [False, True])
+def test_on_gpus(gradients):
+    """MiniMax-M3's calls in training and prefill, decoding, a static cache, and all of them under left padding."""
+    for rows, columns, shift in ((300, 300, 0), (1, 300, 299), (20, 512, torch.tensor(280, device="cuda"))):
+        padding = torch.ones(2, columns, dtype=torch.bool, device="cuda")
+        padding[0, :140] = False
+        heads = ((8, rows), (2, columns), (2, columns))
+        q, k, v = (torch.randn(2, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in heads)
+        indices = lists(2, 2, rows, top=3, blocks=3, device="cuda")
+        for tokens_of in (None, padding):
+            mask = make_mask(2, rows, columns, shift, attention_mask=tokens_of, device="cuda")
+            inputs = [t.clone().requires_grad_(gradients) for t in (q, k, v)]
+            exact = [t.detach().double().requires_grad_(gradients) for t in (q, k, v)]
+            found, _ = attend(layer(128), *inputs, mask, block_indices=indices)
+            expected = expected_of(*exact, indices, 128, mask.dense())
+            torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+            if gradients:
+                weight = torch.randn_like(found)
+                grads = torch.autograd.grad(found, inputs, weight)
+                for ours, other in zip(grads, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+                    torch.testing.assert_close(ours.double(), other, rtol=0.05, atol=0.05)
 
 
 def test_without_a_mask():

@@ -314,13 +314,16 @@ def make_mask(
 ) -> Mask | PlannedMask:
     """The mask function that `register` registers with transformers, which documents the arguments (sdpa_mask).
 
-    Locates the padding once, like transformers' own mask functions, which synchronizes; not during CUDA graph capture.
+    Locates the padding and packed sequences once, like transformers' own mask functions, which synchronizes; not during
+    CUDA graph capture.
     torch.compile breaks the graph of a model here, and compiles the rest; it does not if the mask is created ahead of
     the forward pass, as generate() does for static caches.
     """
     kind = kind_of(mask_function)
     if (plans := active()) is not None:
         return plans.mask(batch_size, (q_length, kv_length), q_offset, kind, attention_mask)
+    if kind is not None and kind.sequences is not None and _is_one(kind.sequences):
+        kind = Kind(kind.left, kind.right)
     shift = q_offset - kv_offset  # a new tensor: a static cache increments its own in place
     padding, begin, trailing = None, None, False
     if attention_mask is not None:
@@ -331,6 +334,12 @@ def make_mask(
             padding, begin, trailing = _located(padding, kind, shift, q_length)
     lengths, device = (q_length, kv_length), torch.device(device)
     return Mask(batch_size, lengths, shift, kv_offset, kind, mask_function, padding, device, begin, trailing)
+
+
+def _is_one(sequences: Tensor) -> bool:
+    """True if each batch index has one sequence: under torch.compile transformers does not look, and assumes several.
+    Synchronizes."""
+    return not captured(sequences) and bool((sequences == sequences[:, :1]).all())
 
 
 def _located(padding: Tensor, kind: Kind | None, shift: int | Tensor, rows: int) -> tuple:
