@@ -115,23 +115,28 @@ def is_other_archs(facts) -> bool:
     return not of_float8(facts) or (facts.arch == "sm_90a" and getattr(facts, "cache", None) is not None)
 
 
-def kernel_class(facts) -> tuple:
-    """Architecture, family, path, operand width, mainloop and schedule. By default one kernel of each is compiled.
+def traits(facts) -> set[tuple]:
+    """Traits of a kernel that tell its code from others': by default each is met in one kernel that is compiled.
 
     Where another architecture has kernels of the same source, its family alone counts.
     """
-    if is_other_archs(facts) or (facts.arch in LIKE_SM_80 and not of_float8(facts)):
-        return "sm_80" if facts.arch in LIKE_SM_80 else facts.arch, facts.family
-    kind = facts.arch, facts.family
-    kind += getattr(facts, "path", ""), getattr(torch, getattr(facts, "dtype", "uint8")).itemsize
+    if is_other_archs(facts) or (facts.arch in LIKE_SM_80 and (facts.arch == "sm_86" or not of_float8(facts))):
+        return {("sm_80" if facts.arch in LIKE_SM_80 else facts.arch, facts.family)}
+    found = {("width", getattr(torch, getattr(facts, "dtype", "uint8")).itemsize)}
     if isinstance(family_of(facts), ProductFamily):
         cfg = facts.config
-        schedule = getattr(cfg, "consumer_groups", 1), cfg.split > 1, getattr(cfg, "rings", 1)
-        return *kind, type(cfg).__name__, *schedule, facts.promotes, facts.acc_dtype, facts.epilogue.gated
-    if isinstance(facts, FlashFacts | BackwardFacts):
+        found |= {
+            ("mainloop", type(cfg).__name__),
+            ("consumers", getattr(cfg, "consumer_groups", 1)),
+            ("splits", cfg.split > 1),
+            ("rings", getattr(cfg, "rings", 1)),
+            ("sums", facts.promotes, facts.acc_dtype),
+            ("gated", facts.epilogue.gated),
+        }
+    elif isinstance(facts, FlashFacts | BackwardFacts):
         fp8 = getattr(facts, "cache", None) is not None, getattr(facts, "fast", None)
-        return *kind, facts.head_dim > 128, facts.blocks is not None, *fp8
-    return kind
+        found.add(("attention", facts.head_dim > 128, facts.blocks is not None, *fp8))
+    return {(facts.arch, facts.family, getattr(facts, "path", ""), *trait) for trait in found}
 
 
 @functools.cache

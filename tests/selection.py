@@ -2,15 +2,16 @@
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
 path, the device. Each group keeps one test in KEPT, at least FEW, or one if they call torch.compile. Slow tests, which
-compile kernels or emulate them, are grouped by file, which keeps one in SLOW_KEPT, at least one. Of tests that inspect
-a kernel, one of each kernel_selection.kernel_class runs. The hash of a test's id decides which ones, so every run
-without options has the same. Tests with the marker `core` always run.
+compile kernels or emulate them, are grouped by file, which keeps one in SLOW_KEPT, at least one. Tests that inspect a
+kernel run for a few kernels, which have all kernel_selection.traits among them. The hash of a test's id decides which
+ones, so every run without options has the same. Tests with the marker `core` always run.
 
     --all                   everything
     --share TEXT            besides, one in SHARE of all other tests; each TEXT picks another share
     --changed-since COMMIT  besides, tests of kernel families whose sources differ from the commit's, at most MOST slow
 
-Only runs of the whole suite are shortened: `pytest FILE`, `-k` and `-m` run what they name. GPU tests always run.
+Only runs of the whole suite are shortened: `pytest FILE`, `-k` and `-m` run what they name. GPU tests all run where
+there is a GPU. Without one they are deselected: to skip ten thousand tests takes a minute.
 """
 
 import functools
@@ -22,6 +23,7 @@ import warnings
 from collections import defaultdict
 
 import pytest
+import torch
 
 from cute_kernels.runtime.families import Family, families
 
@@ -103,32 +105,34 @@ def family_of(item) -> str | None:
     return None
 
 
-def class_of(item) -> tuple:
-    """The test's file if it is slow, with the class of a kernel that is inspected; else its function, family, path and
-    device."""
-    from .kernel_selection import kernel_class  # imports every package
+def inspects(item) -> bool:
+    """True if the test inspects the kernel of its parameter `facts`."""
+    return "outcome_of" in item.fixturenames and hasattr(parameters(item).get("facts"), "arch")
 
-    where = item.nodeid.partition("::" if is_slow(item) else "[")[0]
-    values = parameters(item)
+
+def class_of(item) -> tuple:
+    """The test's file if it is slow, and whether it inspects a kernel; else its function, family, path and device."""
     if is_slow(item):
-        inspected = "outcome_of" in item.fixturenames and hasattr(values.get("facts"), "arch")
-        return (where, kernel_class(values["facts"])) if inspected and family_of(item) else (where,)
+        return item.nodeid.partition("::")[0], inspects(item) and family_of(item) is not None
     marks = tuple(mark for mark in MARKS if mark in item.keywords)
-    return where, getattr(values.get("family"), "name", None), *sorted(places(item)), marks
+    family = getattr(parameters(item).get("family"), "name", None)
+    return item.nodeid.partition("[")[0], family, *sorted(places(item)), marks
 
 
 def representatives(items: list) -> list:
     """Some tests of each class."""
+    from .kernel_selection import cover, traits  # imports every package
+
     groups, found = defaultdict(list), []
-    for item in items:
+    for item in sorted(items, key=rank):
         groups[class_of(item)].append(item)
     for group in groups.values():
-        if is_slow(group[0]):
-            inspected = len(class_of(group[0])) > 1
-            kept = 1 if inspected else max(1, len(group) // SLOW_KEPT)
+        if not is_slow(group[0]):
+            found += group[: max(1 if TORCH_COMPILES & names_in(group[0].function) else FEW, len(group) // KEPT)]
+        elif class_of(group[0])[1]:
+            found += cover(group, lambda item: traits(item.callspec.params["facts"]))
         else:
-            kept = max(1 if TORCH_COMPILES & names_in(group[0].function) else FEW, len(group) // KEPT)
-        found += sorted(group, key=rank)[:kept]
+            found += group[: max(1, len(group) // SLOW_KEPT)]
     return found
 
 
@@ -175,13 +179,14 @@ class Selection:
 
     def __init__(self, config):
         self.config = config
-        self.counts = (0, 0)  # deselected, of all
+        self.counts = (0, 0, 0)  # deselected, of all; without a GPU
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         option = self.config.option
-        kept = select(items, option.share, option.changed_since)
+        runs = items if torch.cuda.is_available() else [item for item in items if "gpu" not in item.keywords]
+        kept = select(runs, option.share, option.changed_since)
         left_out = {*items}.difference(kept)
-        self.counts = len(left_out), len(items)
+        self.counts = len(runs) - len(kept), len(runs), len(items) - len(runs)
         self.config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = kept
         if hasattr(self.config, "workeroutput"):  # a process of pytest-xdist, whose controller collects nothing
@@ -192,5 +197,8 @@ class Selection:
         self.counts = getattr(node, "workeroutput", {}).get("left_out", self.counts)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        text = "selection: {} of {} tests deselected; ./run test --all runs everything".format(*self.counts)
+        *counts, no_gpu = self.counts
+        if no_gpu:
+            terminalreporter.write_line(f"selection: {no_gpu} tests of kernels on a GPU deselected: no CUDA GPU")
+        text = "selection: {} of {} tests deselected; ./run test --all runs everything".format(*counts)
         terminalreporter.write_line(text)

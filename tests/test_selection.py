@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cute_kernels.arch import ARCHS
 from cute_kernels.runtime.families import families, family_named
 
 from . import selection, sources
-from .kernel_selection import kernel_class, selected
+from .kernel_selection import selected, traits
 from .selection import FEW, KEPT, SLOW_KEPT, compiles, is_slow, is_whole_suite, select
 
 
@@ -55,12 +56,11 @@ def test_each_group_has_representatives():
     assert select(FAST[: 2 * FEW], None, None) == FAST[: 2 * FEW]
 
 
-def test_one_kernel_of_each_class():
+def test_kernels_have_all_traits():
     every = kernels()
     chosen = select(every, None, None)
-    classes = {kernel_class(each.callspec.params["facts"]) for each in every}
-    assert {kernel_class(each.callspec.params["facts"]) for each in chosen} == classes
-    assert len(chosen) == len(classes) < len(every) / 4
+    wanted, found = (set().union(*(traits(each.callspec.params["facts"]) for each in of)) for of in (every, chosen))
+    assert found == wanted and len(chosen) < len(every) / 10
     assert {each.callspec.params["facts"].family for each in chosen} == {family.name for family in families()}
 
 
@@ -139,6 +139,20 @@ def test_tests_that_are_named_all_run(args, options, whole):
 
 def test_it_says_what_it_leaves_out(capsys):
     plugin = selection.Selection(SimpleNamespace())
-    plugin.pytest_testnodedown(SimpleNamespace(workeroutput={"left_out": (3, 7)}))
+    plugin.pytest_testnodedown(SimpleNamespace(workeroutput={"left_out": (3, 7, 0)}))
     plugin.pytest_terminal_summary(SimpleNamespace(write_line=print))
     assert capsys.readouterr().out == "selection: 3 of 7 tests deselected; ./run test --all runs everything\n"
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_gpu_tests_need_a_gpu(monkeypatch, capsys, found):
+    """Without one they are told in one line, not skipped one by one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    items = [*FAST, *(item(f"test_gpu[{n}]", "gpu", n=n) for n in range(50))]
+    options = SimpleNamespace(share=None, changed_since=None)
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    plugin = selection.Selection(SimpleNamespace(option=options, hook=hook))
+    plugin.pytest_collection_modifyitems(items)
+    assert len([each for each in items if "gpu" in each.keywords]) == (50 if found else 0)
+    plugin.pytest_terminal_summary(SimpleNamespace(write_line=print))
+    assert ("50 tests of kernels on a GPU deselected: no CUDA GPU" in capsys.readouterr().out) != found
