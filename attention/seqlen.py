@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.traced.indices import InTile, Place
+from cute_kernels.traced.indices import Clamped, InTile, Place
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,22 @@ class SeqlenInfo:
         position."""
         return self.cols - self.rows if self.q_offset is None else self.q_offset - self.k_offset
 
-    def q_position(self, row: Int32 | Place | InTile):
+    def q_position(self, row: Int32 | Place | InTile | Clamped):
         """Position of a row, as passed to mask and score functions."""
         return _shifted(row, self.q_offset)
 
-    def k_position(self, column: Int32 | Place | InTile):
+    def k_position(self, column: Int32 | Place | InTile | Clamped):
         """Position of a column, as passed to mask and score functions."""
         return _shifted(column, self.k_offset)
 
 
-def _shifted(index: Int32 | Place | InTile, offset: Int32 | None):
+def _shifted(index: Int32 | Place | InTile | Clamped, offset: Int32 | None):
     if offset is None:
         return index
     if isinstance(index, InTile):  # an offset is of any size, so tiles of positions are others
         index = index.place
+    if isinstance(index, Clamped):
+        return replace(index, index=index.index + offset)
     return replace(index, base=index.base + offset) if isinstance(index, Place) else index + offset
 
 

@@ -44,6 +44,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 scored = replace(plain, score=SCORES["slopes"], score_sums=(0,))
                 yield pick(replace(scored, window=WindowKind(right=True)))
                 yield pick(replace(scored, score=SCORES["bias"]))
+                yield pick(replace(plain, score=SCORES["bias"], window=WindowKind(right=True)))
                 yield pick(replace(scored, window=WindowKind(right=True), packed=True))
                 yield pick(replace(scored, score=SCORES["bias"].kept_inside, packed=True))
                 yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)

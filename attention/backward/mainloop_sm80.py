@@ -188,7 +188,8 @@ class MainloopSm80:
         row0 = number * cfg.tile_m + c.column
         if const_expr(facts.score is not None):
             mask_scores(facts, rows_and_columns(acc_S, self.tiles_n), work, i, work.col + zero, row0)
-            shared = facts, acc_S, self.tiles_n, self.dtype, work, work.col + zero, row0, rows
+            first_col = work.col + zero - cute.arch.lane_idx() // 4
+            shared = facts, acc_S, self.tiles_n, self.dtype, work, first_col, row0, rows
             rP = self.convert(changed_scores_to_p(*shared))
         else:
             slopes = scores_to_p(facts, acc_S, self.tiles_n, self.dtype, work, i, work.col + zero, row0, rows)
@@ -201,7 +202,7 @@ class MainloopSm80:
         self.multiply(acc_dP, self.fragments(parts["V of dP"]), parts["dO of dP"])
         if const_expr(facts.score is not None):
             addresses = rows, rows + cfg.tile_m * FP32
-            changed_p_to_ds(facts, acc_S, acc_dP, self.tiles_n, work, work.col + zero, row0, *addresses)
+            changed_p_to_ds(facts, acc_S, acc_dP, self.tiles_n, work, first_col, row0, *addresses)
         else:
             p_to_ds(acc_S, acc_dP, self.tiles_n, rows + cfg.tile_m * FP32)
         rdS = self.convert(acc_dP)

@@ -33,17 +33,19 @@ from cute_kernels.tile.ampere import WARP
 from cute_kernels.tile.barriers import BACKWARD_ALL, BACKWARD_FREE, BACKWARD_FULL
 from cute_kernels.tile.hopper import WARPGROUP, start_product
 from cute_kernels.tile.ptx import here, read_special_register
+from cute_kernels.traced.indices import Shared
 
 from ..forward.mainloop_sm90 import in_steps
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
 from ..forward.zero_oob_rows import zero_oob_rows
+from ..masks.score_mod import KV_INPUT, Q_INPUT, SCORE_INPUT
 from .config import FP32, BackwardFacts
 from .dq_store import STORE_THREADS, DqStore, DqWork, barrier_offset
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
 from .operands_sm90 import Consumer, OperandsSm90
-from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
+from .score_mod import add_totals, ds_of, first_indices, inputs_at, no_totals, p_of, times_slope
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,18 @@ def first_row(threads: int | None = None) -> Int32:
 
     threads: number of threads that own all rows of the tile; None: all consumers.
     """
-    thread = read_special_register("tid.x") - WARPGROUP
-    thread = thread if threads is None else thread % threads
+    thread = consumer_thread(threads)
     return thread // WARP * 16 + thread % WARP // 4
+
+
+def warp_row(threads: int | None = None) -> Int32:
+    """The first row of this thread's warp; see first_row."""
+    return consumer_thread(threads) // WARP * 16
+
+
+def consumer_thread(threads: int | None) -> Int32:
+    thread = read_special_register("tid.x") - WARPGROUP
+    return thread if threads is None else thread % threads
 
 
 class MainloopSm90(OperandsSm90):
@@ -132,6 +143,10 @@ class MainloopSm90(OperandsSm90):
     def first_row(self) -> Int32:
         """This thread's first row in the KV tile."""
         return first_row()
+
+    def warp_row(self) -> Int32:
+        """The first row of this thread's warp in the KV tile."""
+        return warp_row()
 
     def first_query(self, c: Consumer, number: Int32) -> Int32:
         """The first query row of a warpgroup's scores."""
@@ -309,12 +324,13 @@ class MainloopSm90(OperandsSm90):
     def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """Compute P from the scores: rounded as an operand, and in place in FP32. With a softcap P in place is
         multiplied by the softcap's derivative."""
+        shared = Shared(SCORE_INPUT)
         for first in range_constexpr(0, cute.size(c.acc_S), 8):  # rows r and columns 2 j, 2 j + 1 of two j
             lse = [self.row_values(c, stage, 0, unit * self.unit // 4 + (first // 4 + j) * 2) for j in range(2)]
             part = cute.make_tensor(c.acc_S.iterator + first, cute.make_layout(8))
             capped = [part[v] for v in range(8)]
             if const_expr(self.facts.score is not None):
-                kept = self.changed_scores_to_p(c, work, part, lse, first, number)
+                kept = self.changed_scores_to_p(c, work, part, lse, first, number, shared)
             else:
                 for v in range_constexpr(8):
                     part[v] = exp2(part[v] * work.scale_log2 - lse[v // 4][v % 2])
@@ -330,7 +346,7 @@ class MainloopSm90(OperandsSm90):
     @cute.jit
     def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
         """Compute dS = P (dP - delta) in place of dP, and the gradients of tensors that score_mod captures."""
-        totals, place = [], ()
+        totals, place, shared = [], (), Shared(SCORE_INPUT)
         if const_expr(self.facts.score is not None):
             totals, place = no_totals(self.facts), self.place_of_scores(c, work, number)
         p, ds = rows_and_columns(c.acc_S), rows_and_columns(c.acc_dP)
@@ -344,29 +360,30 @@ class MainloopSm90(OperandsSm90):
                     if const_expr(self.facts.score is not None):
                         at = const_expr((column // 2 * 4 + 2 * r + j, 1))
                         both = p[r, column + j], ds[r, column + j] - delta[j], lse[j]
-                        ds[r, column + j] = ds_of(self.facts, work, *both, (*at, *place), totals)
+                        ds[r, column + j] = ds_of(self.facts, work, *both, (*at, *place), totals, shared)
                     else:
                         ds[r, column + j] = p[r, column + j] * (ds[r, column + j] - delta[j])
         if const_expr(self.facts.score is not None):
             add_totals(self.facts, work, totals)
 
     def place_of_scores(self, c: Consumer, work: Work, number: Int32) -> tuple:
-        """(column, query row) of this thread's first score."""
-        return work.col0 + self.first_row(), self.first_query(c, number) + read_special_register("laneid") % 4 * 2
+        """Column and query row of this thread's first score."""
+        return first_indices(work.col0 + self.warp_row(), self.first_query(c, number), 1, cute.size(c.acc_S) * 2)
 
     def changed_scores_to_p(
-        self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32
+        self, c: Consumer, work: Work, part: cute.Tensor, lse: list, first: int, number: Int32, shared: Shared
     ) -> list:
         """Compute P from eight scores, from `first` on, in place. Returns the values that dS needs, either scores or P
         times the slope (BackwardFacts.keeps_scores)."""
         facts, kept = self.facts, []
         place = self.place_of_scores(c, work, number)
+        own = any({Q_INPUT, KV_INPUT} <= {*load.indices} for _, load in facts.score.program.loads)
         for v in range(8):
-            if facts.score_sums:  # recomputed, since the gradients need the registers
+            if facts.score_sums or own:  # recomputed: gradients, or the addresses of each score, need the registers
                 place = self.place_of_scores(c, work, number)
             inputs = inputs_at(facts, work, part[v], first + v, 1, *place)
-            p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs)
-            kept.append(part[v] if facts.keeps_scores else times_slope(facts, work, p, p, inputs))
+            p = p_of(facts, work, part[v], lse[v // 4][v % 2], inputs, shared)
+            kept.append(part[v] if facts.keeps_scores else times_slope(facts, work, p, p, inputs, shared))
             part[v] = p
         return kept
 

@@ -7,13 +7,15 @@ of a head read the same element, the gradient is reduced over a warp first.
 A scaled score of -inf has been masked; score_mod is not applied to it.
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.tile.ptx import add_to_memory, add_unless_zero
-from cute_kernels.traced.indices import Place
+from cute_kernels.tile.ptx import add_to_memory, add_unless_zero, read_special_register
+from cute_kernels.traced.indices import InTile, Shared
 from cute_kernels.traced.lower import lower, place_of, ranges_of, values_of
 
 from ..forward.softmax import exp2
@@ -21,34 +23,44 @@ from ..masks.score_mod import KV_INPUT, Q_INPUT
 from .config import BackwardFacts
 
 
-def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: int, col: Int32, row: Int32) -> list:
-    """Arguments of score_mod for element `flat` of an accumulator ((2, 2), tiles_m, ..) of transposed scores. Element 0
-    has column `col` and query row `row`."""
-    kv = Place(col, flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8)
-    q = Place(row, flat // (4 * tiles_m) * 8 + flat % 2)
+def first_indices(col: Int32, row: Int32, tiles_m: int, rows: int) -> tuple[InTile, InTile]:
+    """Column and query row of the first element of a thread's accumulator ((2, 2), tiles_m, ..) of transposed scores,
+    of which a warp has 16 * tiles_m columns from `col` on, and `rows` query rows from `row` on."""
+    lane = read_special_register("laneid")
+    return InTile(col, 16 * tiles_m, lane // 4, 0, step=1), InTile(row, rows, lane % 4 * 2, 0)
+
+
+def inputs_at(facts: BackwardFacts, work, score: Float32, flat: int, tiles_m: int, col: InTile, row: InTile) -> list:
+    """Arguments of score_mod for element `flat` of an accumulator; col, row: first_indices."""
+    kv = replace(col, offset=flat // 4 % tiles_m * 16 + flat // 2 % 2 * 8)
+    q = replace(row, offset=flat // (4 * tiles_m) * 8 + flat % 2)
     if facts.score.indexes(KV_INPUT):
-        kv = cutlass.min(kv.base + kv.offset, work.seqlen.cols - 1)  # no reads out of bounds
+        kv = kv.clamped(work.seqlen.cols - 1)  # no reads out of bounds
     if facts.score.indexes(Q_INPUT):
-        q = cutlass.min(q.base + q.offset, work.seqlen.rows - 1)
+        q = q.clamped(work.seqlen.rows - 1)
     return [score * work.softcap, work.b, work.h, work.seqlen.q_position(q), work.seqlen.k_position(kv)]
 
 
-def p_of(facts: BackwardFacts, work, score: Float32, lse: Float32, inputs: list) -> Float32:
+def p_of(
+    facts: BackwardFacts, work, score: Float32, lse: Float32, inputs: list, shared: Shared | None = None
+) -> Float32:
     """P of a score; 0 if it is masked, or if its row is past the end or fully masked, so that LSE is inf."""
-    m = lower(facts.score.program, inputs, work.score_tensors)
+    m = lower(facts.score.program, inputs, work.score_tensors, shared)
     p = exp2(m * work.scale_log2 - lse)
     return Float32(select_((score == -Float32.inf) | (lse == Float32.inf), Float32(0.0), p))
 
 
-def times_slope(facts: BackwardFacts, work, p: Float32, value: Float32, inputs: list) -> Float32:
+def times_slope(facts: BackwardFacts, work, p: Float32, value: Float32, inputs: list, shared: Shared) -> Float32:
     """Return value * dm/ds if P is not 0."""
     if facts.score.adds:
         return value
-    slope = lower(facts.score.slope, inputs, work.score_tensors)
+    slope = lower(facts.score.slope, inputs, work.score_tensors, shared)
     return Float32(select_(p > 0.0, value * slope, value))
 
 
-def ds_of(facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, place: tuple, totals: list) -> Float32:
+def ds_of(
+    facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, place: tuple, totals: list, shared: Shared
+) -> Float32:
     """Return dS of an element, and accumulate its gradients of captured tensors.
 
     kept: its score, or P times dm/ds (BackwardFacts.keeps_scores). dp: dP - delta. place: the last arguments of
@@ -57,10 +69,10 @@ def ds_of(facts: BackwardFacts, work, kept: Float32, dp: Float32, lse: Float32, 
     if not facts.score_reads:
         return kept * dp
     inputs = inputs_at(facts, work, kept, *place)
-    p = p_of(facts, work, kept, lse, inputs) if facts.keeps_scores else kept
+    p = p_of(facts, work, kept, lse, inputs) if facts.keeps_scores else kept  # shared, it would need more registers
     dm = p * dp
-    add_gradients(facts, work, dm, inputs, totals)
-    return times_slope(facts, work, p, dm, inputs)
+    add_gradients(facts, work, dm, inputs, totals, shared)
+    return times_slope(facts, work, p, dm, inputs, shared)
 
 
 def no_totals(facts: BackwardFacts) -> list:
@@ -68,11 +80,11 @@ def no_totals(facts: BackwardFacts) -> list:
     return [Float32(0.0) for _ in facts.score_reads]
 
 
-def add_gradients(facts: BackwardFacts, work, dm: Float32, inputs: list, totals: list):
+def add_gradients(facts: BackwardFacts, work, dm: Float32, inputs: list, totals: list, shared: Shared):
     """Add an element's gradients of captured tensors to memory, or to `totals`."""
-    values, ranges = values_of(facts.score.program, inputs, work.score_tensors), ranges_of(facts.score.program)
+    values, ranges = values_of(facts.score.program, inputs, work.score_tensors, shared), ranges_of(facts.score.program)
     for number, read in enumerate(facts.score_reads):
-        slope = lower(read.slope, inputs, work.score_tensors).to(Float32)
+        slope = lower(read.slope, inputs, work.score_tensors, shared).to(Float32)
         term = Float32(select_(dm == 0.0, Float32(0.0), dm * slope))
         if read.of_head:
             totals[number] = totals[number] + term

@@ -12,11 +12,14 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
+from cute_kernels.traced.indices import Shared
+
 from ..forward.mask import cap_scores
 from ..forward.softmax import exp2, rows_and_columns
+from ..masks.score_mod import SCORE_INPUT
 from .config import FP32, BackwardFacts
 from .mask import mask_elements, mask_window
-from .score_mod import add_totals, ds_of, inputs_at, no_totals, p_of, times_slope
+from .score_mod import add_totals, ds_of, first_indices, inputs_at, no_totals, p_of, times_slope
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,14 @@ def changed_scores_to_p(
     BackwardFacts.keeps_scores."""
     values = row_values(lse, const_expr(cute.size(acc_S) // (2 * tiles_m)))
     rounded = cute.make_rmem_tensor(cute.size(acc_S), dtype)
-    row = row0 + cute.arch.lane_idx() % 4 * 2
+    place = first_indices(col, row0, tiles_m, const_expr(cute.size(acc_S) // tiles_m * 2))
+    shared = Shared(SCORE_INPUT)
     for v in range_constexpr(cute.size(acc_S)):
-        inputs = inputs_at(facts, work, acc_S[v], v, tiles_m, col, row)
-        p = p_of(facts, work, acc_S[v], values[v // (4 * tiles_m) * 2 + v % 2], inputs)
+        inputs = inputs_at(facts, work, acc_S[v], v, tiles_m, *place)
+        p = p_of(facts, work, acc_S[v], values[v // (4 * tiles_m) * 2 + v % 2], inputs, shared)
         rounded[v] = p.to(dtype)
         if const_expr(not facts.keeps_scores):
-            acc_S[v] = times_slope(facts, work, p, p, inputs)
+            acc_S[v] = times_slope(facts, work, p, p, inputs, shared)
     return rounded
 
 
@@ -136,11 +140,12 @@ def changed_p_to_ds(
 ):
     """Compute dS from dP in place, and the gradients of captured tensors."""
     lses, deltas = (row_values(at, const_expr(cute.size(acc_P) // (2 * tiles_m))) for at in (lse, delta))
-    totals, row = no_totals(facts), row0 + cute.arch.lane_idx() % 4 * 2
+    totals, shared = no_totals(facts), Shared(SCORE_INPUT)
+    place = first_indices(col, row0, tiles_m, const_expr(cute.size(acc_P) // tiles_m * 2))
     for v in range_constexpr(cute.size(acc_P)):
         column = const_expr(v // (4 * tiles_m) * 2 + v % 2)
         acc_dP[v] = ds_of(facts, work, acc_P[v], acc_dP[v] - deltas[column], lses[column],
-                          (v, tiles_m, col, row), totals)  # fmt: skip
+                          (v, tiles_m, *place), totals, shared)  # fmt: skip
     add_totals(facts, work, totals)
 
 

@@ -48,7 +48,7 @@ from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32
 from .dq_store import DqWork
 from .fragments import ROWS
-from .mainloop_sm90 import MainloopSm90, Work, first_row
+from .mainloop_sm90 import MainloopSm90, Work, first_row, warp_row
 from .operands_sm90 import Consumer
 from .semaphores import TURN, end_turn, wait_for_turn
 
@@ -118,6 +118,9 @@ class SharedColumnsSm90(MainloopSm90):
 
     def first_row(self) -> Int32:
         return first_row(WARPGROUP)
+
+    def warp_row(self) -> Int32:
+        return warp_row(WARPGROUP)
 
     def first_query(self, c: Consumer, number: Int32) -> Int32:
         row = number * self.cfg.tile_m

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from ..tile.ptx import integer_to_float
+from .program import Program
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class InTile:
     def index(self) -> Int32:
         return self.place.index
 
+    def clamped(self, last: Int32) -> Clamped:
+        """The smaller of the index and `last`, which is the same for all elements."""
+        return Clamped(cutlass.min(self.index, last), self.offset)
+
     def quotient(self, divisor: int) -> InTile | Int32 | None:
         """index // divisor: an Int32 if it is the same in the whole tile; None if nothing is known of it."""
         if divisor == 1:
@@ -91,16 +97,24 @@ class InTile:
         return None
 
 
-class Shared:
-    """Values that calls of `lower` have in common: calls of one program that follow each other in straight-line code.
+@dataclass(frozen=True)
+class Clamped:
+    """An int32 index of a tile, of which nothing is known but that it is the same where the offset is."""
 
-    Their inputs are the same but for InTiles, which differ in their offset alone, and for those numbered `changing`.
-    What depends on no such input, and on equal offsets, is computed, and loaded, once.
+    index: Int32
+    offset: int
+
+
+class Shared:
+    """Values that calls of `lower` have in common: calls that follow each other in straight-line code.
+
+    Their inputs are the same but for those of this file's types, which differ in their offset alone, and for those
+    numbered `changing`. What depends on no such input, and on equal offsets, is computed, and loaded, once.
     """
 
     def __init__(self, *changing: int):
         self.changing = changing
-        self.values: dict[tuple, object] = {}
+        self.values: dict[Program, dict[tuple, object]] = {}
 
 
 def _divide(x: Int32, divisor: int) -> Int32:

@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import select_
 
 from . import activations
-from .indices import InTile, Place, Shared
+from .indices import Clamped, InTile, Place, Shared
 from .program import BOUNDS, FLOAT, INTEGER, POSITION, Load, Program, operands
 
 TYPES = {
@@ -32,7 +32,7 @@ def lower(program: Program, inputs: Sequence, tensors: Sequence = (), shared: Sh
     indices lie inside them. After the tensors come the program's arguments, scalars.
 
     Args:
-        inputs: scalars of the compiler, of which an int32 may be a Place or an InTile.
+        inputs: scalars of the compiler, of which an int32 may be a Place, an InTile or Clamped.
         shared: what the first of some calls computes, and loads, for all of them.
     """
     return values_of(program, inputs, tensors, shared)[program.output]
@@ -43,10 +43,11 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared
     tiles = {number: x for number, x in enumerate(inputs) if isinstance(x, InTile)}
     places = {number: x for number, x in enumerate(inputs) if isinstance(x, Place)}
     places |= {number: tile.place for number, tile in tiles.items()}
-    values = [x.index if isinstance(x, (InTile, Place)) else x for x in inputs]
-    memo = {} if shared is None else shared.values
-    depends = {number: {number: tile.offset} for number, tile in tiles.items()}  # on which offsets; None: on more
-    depends |= {} if shared is None else dict.fromkeys((n for n in shared.changing if n not in tiles), None)
+    known = {number: x for number, x in enumerate(inputs) if isinstance(x, (InTile, Place, Clamped))}
+    values = [known[number].index if number in known else x for number, x in enumerate(inputs)]
+    memo = {} if shared is None else shared.values.setdefault(program, {})
+    depends = {number: {number: x.offset} for number, x in known.items()}  # on which offsets; None: on more
+    depends |= {} if shared is None else dict.fromkeys((n for n in shared.changing if n not in known), None)
     ranges = ranges_of(program)
     for number, node in enumerate(program.nodes, len(inputs)):
         divided = _divided(program, node, tiles)
@@ -59,7 +60,9 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared
             depends[number] = None if None in found else {i: n for each in found for i, n in each.items()}
         key = None if depends[number] is None else (number, *sorted(depends[number].items()))
         if key in memo:
-            values.append(memo[key])
+            value, place = memo[key]
+            values.append(value)
+            places |= {} if place is None else {number: place}
             continue
         if divided is not None:
             value = divided.index if isinstance(divided, InTile) else divided
@@ -79,10 +82,10 @@ def values_of(program: Program, inputs: Sequence, tensors: Sequence = (), shared
             value = OPERATIONS[node.op](*(values[i] for i in node.args))
         kind = TYPES[node.dtype]
         values.append(value if type(value) is kind else kind(value))  # a choice is of no type of the DSL
-        if key is not None:
-            memo[key] = values[number]
         if place := _place_of_node(program, node, ranges[number], values, places):
             places[number] = place
+        if key is not None:
+            memo[key] = values[number], places.get(number)
     return values
 
 

@@ -13,8 +13,11 @@ import torch.nn.functional as nnf
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, score_mods, torch_op
+from attention.backward.config import BackwardFacts
+from attention.backward.heuristics import pick
 from attention.decode import heuristics as decode
 from attention.masks import function_text
+from attention.masks.score_mod import bound
 from cute_kernels import explain
 from cute_kernels.report import report_of_kernel
 from cute_kernels.runtime.families import family_named
@@ -54,11 +57,19 @@ def of_bias(t, gate):
     return lambda s, b, h, q, kv: s + gate * t[b, h, q, kv]
 
 
+def of_parts(rows, columns, tiles):
+    """Values of a row, of a column and of a tile, which a thread's scores share."""
+    return lambda s, b, h, q, kv: (
+        torch.tanh(s * rows[h, q]) + columns[h, kv] * (kv % 8 - 3) / 4 + tiles[h, q // 32, kv // 32]
+    )
+
+
 # name -> (captured tensors -> score_mod, a function of (B, H, S, T) that gives them)
 MODS = {
     "cap": (lambda: cap, lambda B, H, S, T: ()),
     "slopes": (of_slopes, lambda B, H, S, T: (normal(H, dtype=torch.float32),)),
     "table": (of_table, lambda B, H, S, T: (normal(H, 100, dtype=BF16),)),
+    "parts": (of_parts, lambda B, H, S, T: [normal(H, *n, dtype=torch.float32) for n in ((S,), (T,), (8, 8))]),
     "bias": (of_bias, lambda B, H, S, T: (normal(B, H, T, S, dtype=torch.float32).mT, torch.tensor(0.3))),
 }
 
@@ -170,8 +181,9 @@ CASES = {
     "bias, blocks": (2, 2, 1, 130, 200, 128, "bias", (128, 128), {}),
     "slopes, narrow blocks": (1, 2, 2, 70, 130, 64, "slopes", (64, 64), {"causal": True}),
     "bias, 256": (1, 2, 1, 70, 90, 256, "bias", None, {}),
+    "parts, causal": (1, 2, 1, 70, 150, 64, "parts", None, {"causal": True}),
 }
-EMULATED = {"sm_80": ("table, window",), "sm_90": ("bias, blocks",)}
+EMULATED = {"sm_80": ("table, window", "parts, causal"), "sm_90": ("bias, blocks", "parts, causal")}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -553,3 +565,16 @@ def test_positions_are_not_converted_for_each_score():
     facts = next(f for f in found if f.head_dim == 128 and any(n.op == "abs" for n in f.score.program.nodes))
     opcodes = report_of_kernel(facts).opcodes
     assert sum(count for name, count in opcodes.items() if name.startswith("I2F")) < 40
+
+
+@pytest.mark.parametrize("sums", [(), (0,)], ids=["", "gradient"])
+def test_backward_shares_loads(sums):
+    """Values of a column, or of a tile, are loaded once for all scores of a thread (traced.indices.Shared)."""
+    values = torch.zeros(4, 64, 64)
+    for score_mod, most in (
+        (lambda s, b, h, q, kv: s + values[h, 0, kv], 2),
+        (lambda s, b, h, q, kv: s + values[h, q // 64, kv // 64], 1),
+    ):
+        facts = BackwardFacts("sm_90a", "sm_90", None, score=bound(score_mod, torch.device("cpu")).mod, score_sums=sums)
+        report = report_of_kernel(pick(facts))
+        assert sum(n for name, n in report.opcodes.items() if name.startswith("LDG")) <= most and not report.spills

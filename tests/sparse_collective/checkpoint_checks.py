@@ -140,7 +140,7 @@ def checkpoint_of_another_world(device, folder, number):
 
 
 def full_states(device):
-    """To rank 0, from all ranks' states, and from rank 0's."""
+    """Full states on rank 0, loaded from all ranks' and from rank 0's."""
     for alone in models(device).values():
         model = parallelized(alone, mesh_of(device))
         optimizer, alone_optimizer = optimizer_of(model), optimizer_of(alone)
