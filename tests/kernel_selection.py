@@ -134,8 +134,12 @@ def traits(facts) -> set[tuple]:
             ("gated", facts.epilogue.gated),
         }
     elif isinstance(facts, FlashFacts | BackwardFacts):
-        fp8 = getattr(facts, "cache", None) is not None, getattr(facts, "fast", None)
-        found.add(("attention", facts.head_dim > 128, facts.blocks is not None, *fp8))
+        found |= {
+            ("wide", facts.head_dim > 128),
+            ("blocks", facts.blocks is not None),
+            ("cache", getattr(facts, "cache", None) is not None),
+            ("fast", getattr(facts, "fast", None)),
+        }
     return {(facts.arch, facts.family, getattr(facts, "path", ""), *trait) for trait in found}
 
 
