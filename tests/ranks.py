@@ -17,7 +17,10 @@ import time
 import traceback
 from typing import Any
 
-PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", __name__]
+# What checks import, torch.compile too: one process imports it for all ranks, which take seconds for it.
+PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+PRELOAD += ["torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "cutlass.cute"]
+PRELOAD += ["attention.distributed", "sparse_collective.distributed", __name__]
 COLLECTIVE_SECONDS = {"gloo": 60, "nccl": 300}  # that a collective waits; on GPUs a rank may be compiling kernels
 
 

@@ -209,7 +209,10 @@ def ranks(request):
     ranks.close()
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in distributed_checks.CHECKS])
+RESULTS, *OTHERS = (check.__name__ for check in distributed_checks.CHECKS)
+
+
+@pytest.mark.parametrize("check", [pytest.param(RESULTS, marks=pytest.mark.core), *OTHERS])
 def test_against_one_process(ranks, check):
     ranks.run(f"{distributed_checks.__name__}:{check}")
 
