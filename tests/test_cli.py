@@ -151,9 +151,9 @@ def beside(folder: Path, *command: str, **environment: str):
 
 
 def test_a_users_attention_py_is_not_run_by_inspect(tmp_path):
-    """Neither by the command nor by its processes."""
+    """Neither by the command nor by the process that compiles."""
     (tmp_path / "attention.py").write_text("raise SystemExit('the file of the user ran')\n")
-    arguments = ["inspect", "--arch", "sm_80", "--quick", "--family", "backward prepare", "--json", "--jobs", "2"]
+    arguments = ["inspect", "--arch", "sm_80", "--quick", "--family", "backward prepare", "--json", "--jobs", "1"]
     done = beside(tmp_path, "-m", "cute_kernels", *arguments, CUTE_KERNELS_FAMILIES="attention")
     assert done.returncode == 0, done.stderr
     assert [row["family"] for row in json.loads(done.stdout)] == ["backward prepare"] * 2
@@ -427,7 +427,7 @@ def test_items_fail_one_by_one_and_a_dead_process_is_an_outcome_too():
     found = {outcome.item: outcome for outcome in in_parallel(int, ["1", "x", "3"], jobs=1, own_process=True)}
     assert (found["1"].value, found["3"].value, found["x"].value) == (1, 3, None)
     assert "ValueError" in found["x"].error and not found["1"].error
-    dead = list(in_parallel(os._exit, [1, 2], jobs=2))
+    dead = list(in_parallel(os._exit, [1, 2], jobs=1, own_process=True))
     assert len(dead) == 2 and all("died" in outcome.error for outcome in dead)
 
 

@@ -72,9 +72,14 @@ def folder_fixture(tmp_path_factory):
     command = [sys.executable, "-m", "hub", str(out), "--repo-id", "someone/cute-kernels"]
     done = subprocess.run(command, cwd=hub.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    again = subprocess.run(command, cwd=hub.ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "exists; choose another folder" in again.stderr
     return out
+
+
+def test_a_folder_that_exists_is_kept(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hub", str(folder)])
+    with pytest.raises(SystemExit, match="2"):
+        hub.main()
+    assert "exists; choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow

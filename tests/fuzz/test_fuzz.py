@@ -174,25 +174,28 @@ def test_it_finds_rows_that_should_be_nan():
         assert error.value.kind == kind
 
 
-def in_this_process(command: list[str], limit: float, show: bool) -> tuple[int, str]:
-    """gpu_record.run of the fuzz, without starting torch once more."""
-    try:
-        return fuzz.main(command[3:]), ""
-    except SystemExit as error:
-        return error.code, ""
-
-
 def test_recorded_with_the_machine(monkeypatch, tmp_path, capsys):
     """`gpu_record --fuzz`: a process of its own, whose report gets the machine; without a report it has failed."""
     monkeypatch.setattr(gpu_record.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_record, "machine", lambda: {"card": "NVIDIA H200"})
     arguments = ["--fuzz", "--out", str(tmp_path), "--cases", "4", "--only", "gemm sm_90", "--device", "cpu"]
-    arguments += ["--jobs", "1"]
-    assert gpu_record.main(arguments) == 0
-    report = json.loads((tmp_path / "nvidia-h200" / "fuzz.json").read_text())
-    assert report["machine"] == {"card": "NVIDIA H200"} and report["status"] == 0 and report["cases"] == 16
-    assert report["arguments"] == arguments[3:]
-    monkeypatch.setattr(gpu_record, "run", in_this_process)
+    path = tmp_path / "nvidia-h200" / "fuzz.json"
     assert gpu_record.main([*arguments, "--minutes", "0"]) == 1
+    report = json.loads(path.read_text())
+    assert report["machine"] == {"card": "NVIDIA H200"} and report["status"] == 1
+    assert (report["cases"], report["wanted"]) == (0, 16) and report["arguments"] == [*arguments[3:], "--minutes", "0"]
+
+    def passes(command, limit, show):
+        path.write_text('{"cases": 16}')
+        return 0, ""
+
+    def fails(command, limit, show):
+        return 2, ""
+
+    monkeypatch.setattr(gpu_record, "run", passes)
+    assert gpu_record.main(arguments) == 0
+    report = json.loads(path.read_text())
+    assert report["machine"] == {"card": "NVIDIA H200"} and (report["status"], report["cases"]) == (0, 16)
+    monkeypatch.setattr(gpu_record, "run", fails)
     assert gpu_record.main([*arguments, "--unknown"]) == 1
     assert "ended without a report" in capsys.readouterr().err
