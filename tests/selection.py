@@ -1,11 +1,10 @@
 """The tests that run by default, and why they represent the others.
 
 Fast tests without parameters all run. Parametrized ones are grouped by function and class: the family of the case, the
-path, the device. Each group keeps one test in KEPT, at least FEW, or one if they are dear: they call torch.compile,
-start processes or inspect a call's kernel. Slow tests, which compile kernels or emulate them, are grouped by file,
-which keeps one in SLOW_KEPT, at least one. Tests that inspect a kernel run for a few kernels, which have all
-kernel_selection.traits among them. The hash of a test's id decides which ones, so every run without options has the
-same. Tests with the marker `core` always run.
+path, the device. Each group keeps one test in KEPT, at least one. Slow tests, which compile kernels or emulate them,
+are grouped by file, which keeps one in SLOW_KEPT, at least one. Tests that inspect a kernel run for a few kernels,
+which have all kernel_selection.traits among them. The hash of a test's id decides which ones, so every run without
+options has the same. Tests with the marker `core` always run.
 
     --all                   everything
     --share TEXT            besides, one in SHARE of all other tests; each TEXT picks another share
@@ -30,16 +29,13 @@ from cute_kernels.runtime.families import Family, families
 
 from . import sources
 
-FEW = 2
 KEPT = 24
-SLOW_KEPT = 20
+SLOW_KEPT = 30
 SHARE = 10
 MOST = 400  # a kernel takes one to two seconds to compile
 COMPILE = {"compile_kernel", "compile_for", "inspect_kernel", "inspect_compiled", "cubin"}
 COMPILE |= {"Emulated", "emulated", "emulate_entry", "on_emulator"}
-DEAR = {"compile", "opcheck", "gradcheck", "Ranks", "subprocess", "inspect"}
 COMPILING_FIXTURES = {"outcome_of", "emulator"}
-DEAR_FIXTURES = {"ranks"}
 TEST_MODULE = re.compile(r"tests\.(\w+\.)?test_")
 MARKS = ("sm_80", "sm_86", "sm_89", "sm_90")
 
@@ -96,11 +92,6 @@ def is_slow(item) -> bool:
     return not COMPILING_FIXTURES.isdisjoint(item.fixturenames) or "slow" in item.keywords or compiles(item.function)
 
 
-def is_dear(item) -> bool:
-    """True if the test calls torch.compile or gradcheck, starts processes or inspects a call's kernel."""
-    return not DEAR.isdisjoint(names_in(item.function)) or not DEAR_FIXTURES.isdisjoint(item.fixturenames)
-
-
 def family_of(item) -> str | None:
     """The name of the kernel family that a parameter of the test names, as facts, a Family or conformance.Kernels."""
     for value in parameters(item).values():
@@ -134,12 +125,10 @@ def representatives(items: list) -> list:
     for item in sorted(items, key=rank):
         groups[class_of(item)].append(item)
     for group in groups.values():
-        if not is_slow(group[0]):
-            found += group[: max(1 if is_dear(group[0]) else FEW, len(group) // KEPT)]
-        elif class_of(group[0])[1]:
+        if is_slow(group[0]) and class_of(group[0])[1]:
             found += cover(group, lambda item: traits(item.callspec.params["facts"]))
         else:
-            found += group[: max(1, len(group) // SLOW_KEPT)]
+            found += group[: max(1, len(group) // (SLOW_KEPT if is_slow(group[0]) else KEPT))]
     return found
 
 
