@@ -118,10 +118,11 @@ def is_other_archs(facts) -> bool:
 def traits(facts) -> set[tuple]:
     """Traits of a kernel that tell its code from others': by default each is met in one kernel that is compiled.
 
-    Where another architecture has kernels of the same source, its family alone counts.
+    Where another architecture has kernels of the same source, one of each package does for it.
     """
     if is_other_archs(facts) or (facts.arch in LIKE_SM_80 and (facts.arch == "sm_86" or not of_float8(facts))):
-        return {("sm_80" if facts.arch in LIKE_SM_80 else facts.arch, facts.family)}
+        package = type(family_of(facts)).__module__.partition(".")[0]
+        return {("sm_80" if facts.arch in LIKE_SM_80 else facts.arch, package)}
     found = {("width", getattr(torch, getattr(facts, "dtype", "uint8")).itemsize)}
     if isinstance(family_of(facts), ProductFamily):
         cfg = facts.config
