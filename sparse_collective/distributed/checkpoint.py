@@ -38,7 +38,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
     kept = not rank0_only or torch.distributed.get_rank() == 0
     state, entries = {}, dict[str, Any](model.state_dict())
     for key, entry in entries.items():
-        whole: Any = entry.full_tensor() if is_dtensor(entry) else entry
+        whole: Any = entry
+        if is_dtensor(entry):  # fully_shard with an offload policy keeps it on the CPU, where NCCL gathers nothing
+            whole = entry.to(entry.device_mesh.device_type).full_tensor()
         if not kept:
             continue
         if isinstance(whole, Tensor):  # a copy: full_tensor() of a replicated tensor has its memory
@@ -100,8 +102,13 @@ def misfits(own: dict[str, Any], state: dict[str, Any]) -> str:
         missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         return f"keys missing in the state: {missing}; keys that the model does not have: {extra}"
     for key, mine in own.items():
-        if isinstance(mine, Tensor) and mine.shape != state[key].shape:
-            return f"{key} has shape {tuple(state[key].shape)}, the model's {tuple(mine.shape)}"
+        value = state[key]
+        if not isinstance(mine, Tensor):
+            continue
+        if not isinstance(value, Tensor) or is_dtensor(value):
+            return f"{key} must be a torch.Tensor that is not sharded, got {type(value).__name__}; call full_state_dict"
+        if mine.shape != value.shape:
+            return f"{key} has shape {tuple(value.shape)}, the model's {tuple(mine.shape)}"
     return ""
 
 
@@ -128,8 +135,9 @@ def register_optimizer_hooks(model: nn.Module, optimizer: torch.optim.Optimizer)
         state = get_optimizer_state_dict(model, optimizer)  # torch.distributed.checkpoint.state_dict
         dcp.save({"optimizer": state}, checkpoint_id=folder)
     """
-    optimizer.register_state_dict_post_hook(lambda _, state: converted(model, optimizer, state, loading=False))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(model, optimizer, state, loading=True))
+    # Hooks get the optimizer as an argument: one that held it would keep its memory until garbage collection.
+    optimizer.register_state_dict_post_hook(lambda own, state: converted(model, own, state, loading=False))
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: converted(model, own, state, loading=True))
 
 
 def converted(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], loading: bool) -> dict:

@@ -200,6 +200,10 @@ def refused_states(device):
     raises(RuntimeError, "keys that the model does not have: ['2.bias']", load_full_state_dict, model, state)
     state = {**alone.state_dict(), "0.bias": alone[1].bias} if first else {}
     raises(RuntimeError, "0.bias has shape (96,), the model's (256,)", load_full_state_dict, model, state)
+    sharded = model.state_dict()
+    for state, kind in ((sharded, "DTensor"), ({**alone.state_dict(), "0.values": 1.0}, "float")):
+        words = f"0.values must be a torch.Tensor that is not sharded, got {kind}"
+        raises(RuntimeError, words, load_full_state_dict, model, state if first else {})
 
     other, mine = linears(device, 0.5, seed=3), parallelized(linears(device, 0.5), mesh)
     dcp.save(other.state_dict(), checkpoint_id=folder)

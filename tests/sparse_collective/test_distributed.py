@@ -1,6 +1,12 @@
 """Sharded layers in 2 and 4 processes with gloo, against one process."""
 
+import gc
+import weakref
+
 import pytest
+import torch
+
+from sparse_collective.distributed import register_optimizer_hooks
 
 from ..ranks import Ranks
 from . import checkpoint_checks, distributed_checks, expert_checks, fsdp_checks
@@ -42,3 +48,17 @@ def test_a_rank_that_fails_ends_the_others(check):
     assert "ArithmeticError: this rank had an error" in failed or failed == "the process ended with exit code 3"
     reasons = "Timed out waiting 4000ms", "Connection closed by peer", "Connection reset by peer"
     assert any(reason in other for reason in reasons), other
+
+
+def test_hooks_do_not_keep_an_optimizer():
+    """Its memory, and the model's, is freed with the last reference to it."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    register_optimizer_hooks(model, optimizer)
+    references = weakref.ref(optimizer), weakref.ref(model.weight)
+    gc.disable()
+    try:
+        del model, optimizer
+        assert not any(reference() is not None for reference in references)
+    finally:
+        gc.enable()
