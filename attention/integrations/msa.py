@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_kernels.checks import watched
 
 from ..selected.checks import check_block_size
+from ..selected.decode.config import WIDE_16
 from ..selected.decode.dispatch import MOST_TOKENS
 from ..selected.ops import selected_attention
 
@@ -168,6 +169,11 @@ def sparse_atten_func(
             f"{ATTEND}: k2q_row_ptr and k2q_q_indices must have a row for each of the {k.shape[1]} heads of k, got "
             f"{tuple(k2q_row_ptr.shape)} and {tuple(k2q_q_indices.shape)}"
         )
+    if k2q_q_indices.shape[1] > tokens * topK:
+        raise ValueError(
+            f"{ATTEND}: topK must be the length of the lists that {BUILD} was called with, got {topK} for "
+            f"{k2q_q_indices.shape[1]} entries of {tokens} query tokens"
+        )
     lists = _lists_of(k2q_row_ptr, k2q_q_indices, topK, cu_seqlens_q, cu_seqlens_k, blk_kv, tokens, max_seqlen_k)
     options: dict[str, Any] = {"causal": causal, "scale": softmax_scale}
     equal = sequences > 0 and max_seqlen_q <= MOST_TOKENS and tokens == sequences * max_seqlen_q
@@ -179,7 +185,7 @@ def sparse_atten_func(
                 "prefill pass k and v as (total_k, heads, head_dim)"
             )
         options["page_table"] = page_table
-    elif equal and len(k) == sequences * max_seqlen_k and not watched(q, k, v):
+    elif equal and len(k) == sequences * max_seqlen_k and _has_decode_kernel(q, k, v):
         k, v = (t.unflatten(0, (sequences, max_seqlen_k)).transpose(1, 2) for t in (k, v))
     else:
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -190,6 +196,10 @@ def sparse_atten_func(
     out, lse = selected_attention(q, k, v, lists, blk_kv, return_lse=True, **options)
     out, lse = (t.transpose(1, 2).flatten(0, 1) for t in (out, lse))
     return _results(out, lse, return_softmax_lse, return_temperature_lse)
+
+
+def _has_decode_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return max(q.shape[-1], v.shape[-1]) <= max(WIDE_16) and not watched(q, k, v)
 
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool, again: bool) -> Tensor | tuple[Tensor, ...]:

@@ -111,6 +111,19 @@ def test_decode(where, queries, monkeypatch):
     assert "seqused_k" in calls[-1]
 
 
+def test_decode_with_a_head_dimension_that_caches_lack(monkeypatch):
+    """512 has no kernel of KV caches."""
+    calls = []
+    monkeypatch.setattr(msa, "selected_attention", lambda *args, **options: calls.append(options) or (args[0], args[0]))
+    lengths = {"cu_seqlens_q": starts([1, 1]), "cu_seqlens_k": starts([200, 200])}
+    lengths |= {"max_seqlen_q": 1, "max_seqlen_k": 200}
+    for head_dim in (256, 512):
+        q, k, v = torch.randn(2, 4, head_dim), *torch.randn(2, 400, 2, head_dim)
+        csr = csr_of(torch.zeros(2, 2, 1, dtype=torch.int32), lengths)
+        sparse_atten_func(q, k, v, *csr, 1, **lengths)
+    assert "seqused_k" in calls[0] and "cu_seqlens_q" in calls[1]
+
+
 def test_paged_cache():
     q, k, v, q2k, _, lengths = call_of([2, 2], [512, 384])
     expected = sparse_atten_func(q, k, v, *csr_of(q2k, lengths), 4, **lengths, causal=True)
@@ -179,6 +192,8 @@ def test_errors():
     for options, kind, message in attends:
         with pytest.raises(kind, match=message):
             sparse_atten_func(q, k, v, *csr, 4, **lengths, **options)
+    with pytest.raises(ValueError, match="topK must be the length of the lists .*, got 3 for 132 entries of 33 query"):
+        sparse_atten_func(q, k, v, *csr, 3, **lengths)
     with pytest.raises(ValueError, match="a row for each of the 2 heads of k"):
         sparse_atten_func(q, k, v, csr[0][:1], csr[1], 4, **lengths)
 
