@@ -357,8 +357,8 @@ def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors
             tables, facts = convert.tables_of_flex(*lists, *[None] * (4 - len(lists)), **facts)
         return BlockMask(*tables, **facts, check=False)
 
-    if form == "flex" and captured(lists[0]):
-        return make(*lists)  # see cache.py
+    if form in ("flex", *EQUAL_ROWS) and captured(lists[0]):
+        return make(*lists)  # see cache.py; a mask of equal rows may be made of a tensor that later calls write to
     key = form, *lengths, *blocksize, mask_mod is None
-    mask = cache.of_op_tensors(lists, key, make, versioned=form not in ("lists", *EQUAL_ROWS))
+    mask = cache.of_op_tensors(lists, key, make, versioned=form != "lists")
     return mask if mask_mod is None else mask.with_mask_mod(mask_mod)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask as create_flex_mask
 
 from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, flops, patterns, torch_op
+from attention.backward import dispatch
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.testing.reference import normal, seed
@@ -134,6 +135,19 @@ def test_equal_rows_in_the_registered_op(lengths, mask_mod):
     assert flops.block_scores(q, k, *parts[1:4:2], parts[0]) == flops.block_scores(
         q, k, mask.lists(), mask.blocksize, "lists"
     )
+
+
+def test_equal_rows_of_a_tensor_that_is_written_to():
+    """A compiled function makes a mask of it in each call, so nothing of its former contents may be used."""
+    indices, found = torch.tensor([[[[0], [1], [2], [2]]]], dtype=torch.int32), []
+    for _ in range(2):
+        for _ in range(2):
+            mask = BlockMask.from_indices(indices, (64, 64), lengths=(256, 256))
+            found.append(torch_op._block_mask(*torch_op.crossing(mask)))
+            for lists, expected in zip(dispatch.lists_of(found[-1]), mask.transposed(), strict=True):
+                assert torch.equal(lists, expected)
+        indices.copy_(3 - indices)
+    assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 
 class TestOrder:
