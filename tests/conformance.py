@@ -131,7 +131,8 @@ class Kernels:
         """True if A is block-sparse, for 2:4 sparse families too, which have no `ops`."""
         return not self.sampled and self.family.serves(BlockFacts(64, 64, "int32"))
 
-    def listed(self, block: tuple[int, int] | None, scaled: bool = False, parts: int = 1) -> list:
+    @cache  # noqa: B019 (they are few, and live as long as the module)
+    def listed(self, block: tuple[int, int] | None, scaled: bool = False, parts: int = 1) -> tuple:
         """Configurations that are tried for such blocks; None is a dense A. `parts`: of TF32 in each block, along K."""
         facts = None
         if block is not None:
@@ -139,9 +140,9 @@ class Kernels:
             facts = BlockFacts(bm, bk, "int32", operand="d" if self.sampled else "a", scaled=scaled)
         serves = self.family.serves(facts) or self.family.structured and facts is None and not self.sparse_operand
         if not serves:
-            return []
+            return ()
         found = self.family.candidates(self.path, facts, ARCHS[self.arch], self.arithmetic.element)
-        return [config for config in found if (config.split > 1) == self.split]
+        return tuple(config for config in found if (config.split > 1) == self.split)
 
     @cached_property
     def blocks(self) -> tuple:
@@ -220,7 +221,7 @@ class Kernels:
             return False
         return any(not self.family.unsupported(self.facts_of(f, config)) for config in self.listed_for(f))
 
-    def listed_for(self, f: Signature) -> list:
+    def listed_for(self, f: Signature) -> tuple:
         return self.listed(f.block, f.scales[0] == "block", 3 if f.precision == "3xtf32" else 1)
 
     def force(self, monkeypatch, config=None) -> None:

@@ -30,7 +30,7 @@ from cute_kernels.runtime.families import Family, families
 from . import sources
 
 KEPT = 24
-SLOW_KEPT = 30
+SLOW_KEPT = 40
 SHARE = 10
 MOST = 400  # a kernel takes one to two seconds to compile
 COMPILE = {"compile_kernel", "compile_for", "inspect_kernel", "inspect_compiled", "cubin"}
