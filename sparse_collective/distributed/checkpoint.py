@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from cute_kernels.runtime.torch_compat import is_dtensor
 from .state import PlacedState
 
 __all__ = ["full_state_dict", "load_full_state_dict", "register_optimizer_hooks"]
+
+HOOKED: weakref.WeakSet = weakref.WeakSet()  # optimizers with hooks: two conversions would permute entries twice
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
@@ -124,6 +127,9 @@ def register_optimizer_hooks(model: nn.Module, optimizer: torch.optim.Optimizer)
         model: with layers of BsrColwiseParallel, BsrRowwiseParallel or BsrExpertParallel; others need no hooks.
         optimizer: of its parameters, after parallelize_module and fully_shard.
 
+    Raises:
+        ValueError: the optimizer has the hooks already.
+
     state_dict and load_state_dict of the optimizer raise:
         TypeError: a state tensor of such a parameter has neither its shape nor one element.
         ValueError: a loaded one has another shape than the whole layer.
@@ -135,6 +141,11 @@ def register_optimizer_hooks(model: nn.Module, optimizer: torch.optim.Optimizer)
         state = get_optimizer_state_dict(model, optimizer)  # torch.distributed.checkpoint.state_dict
         dcp.save({"optimizer": state}, checkpoint_id=folder)
     """
+    if optimizer in HOOKED:
+        raise ValueError(
+            "register_optimizer_hooks: this optimizer has the hooks already; call it once for an optimizer"
+        )
+    HOOKED.add(optimizer)
     # Hooks get the optimizer as an argument: one that held it would keep its memory until garbage collection.
     optimizer.register_state_dict_post_hook(lambda own, state: converted(model, own, state, loading=False))
     optimizer.register_load_state_dict_pre_hook(lambda own, state: converted(model, own, state, loading=True))

@@ -55,6 +55,8 @@ def test_hooks_do_not_keep_an_optimizer():
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     register_optimizer_hooks(model, optimizer)
+    with pytest.raises(ValueError, match="has the hooks already"):
+        register_optimizer_hooks(model, optimizer)
     references = weakref.ref(optimizer), weakref.ref(model.weight)
     gc.disable()
     try:
