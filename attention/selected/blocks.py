@@ -103,7 +103,8 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> B
     mask_mod: MaskMod = member if visible is None else And(visible, member)
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
-    key = share, block_size, causal, packed, columns - tokens, first is None, indices.device
+    shift = columns - tokens if causal and first is None else None  # Band's
+    key = share, block_size, packed, shift, first is None, indices.device
     mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end))
     return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 

@@ -322,16 +322,20 @@ def test_lists_are_read_in_parts(monkeypatch):
 
 
 def test_the_mask_is_traced_once(monkeypatch):
-    """For all lists and lengths, since each call has new tensors."""
-    calls = [call_of(*sizes, 4, 20, groups=2, B=B) for *sizes, B in ((90, 300, 1), (90, 300, 1), (40, 250, 2))]
-    packed = [packed_call(rows, (77, 13), 4, 6) for rows in ((60, 9), (50, 19))]
-    for traces in (True, False):
-        if not traces:
-            monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
-        for call in calls:
+    """For all lists and lengths, since each call has new tensors. Causal lengths do if they differ alike."""
+    monkeypatch.setattr(blocks, "_PROGRAMS", {})
+    sizes = (90, 300, 1), (90, 300, 1), (40, 250, 2), (33, 300, 1)
+    causal, plain = ([call_of(*n, 4, 20, groups=2, B=B) for *n, B in of] for of in (sizes[:3], sizes))
+    packed = [packed_call(rows, (77, 13), 4, 6) for rows in ((60, 9), (50, 19), (50, 9))]
+    for part in (slice(1), slice(1, None)):
+        for call in causal[part]:
             check(*call, causal=True)
-        for call, cu in packed:
+        for call in plain[part]:
+            check(*call)
+        for call, cu in packed[part]:
             check(*call, causal=True, **cu)
+        assert len(blocks._PROGRAMS) == 3
+        monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
 
 
 # Errors
