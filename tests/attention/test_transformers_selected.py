@@ -480,6 +480,10 @@ def test_errors():
         attend(SimpleNamespace(is_causal=True), q, k, v, mask, **options)
     with pytest.raises(ValueError, match=r"a number of lists that divides the 4 heads, got \(2, 3, 12, 2\)"):
         attend(layer(), q, k, v, mask, block_indices=lists(2, 3, 12, top=2, blocks=3))
+    with pytest.raises(ValueError, match=r"a number of lists that divides the 4 heads, got \(2, 0, 12, 2\)"):
+        attend(layer(), q, k, v, mask, block_indices=indices[:, :0])
+    with pytest.raises(TypeError, match="block_indices must be int32 or int64, got torch.float32"):
+        attend(layer(), q, k, v, mask, block_indices=indices.float())
     with pytest.raises(ValueError, match=r"lengths \(12, 12\) of the layer.* got 2, \(12, 13\) and 0 dropped keys"):
         attend(layer(), q, k, v, make_mask(2, 12, 13), **options)
     with pytest.raises(ValueError, match="and 3 dropped keys"):
@@ -501,6 +505,8 @@ def test_indices_of_keys_that_are_refused():
         attend(layer(), q, k, v, None, indices=indices, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     with pytest.raises(ValueError, match=r"indices must have shape \(batch, queries, top\), got \(2, 11, 3\)"):
         attend(layer(), q, k, v, None, indices=indices[:, 1:])
+    with pytest.raises(TypeError, match="indices must be int32 or int64, got torch.float64"):
+        attend(layer(), q, k, v, None, indices=indices.double())
 
 
 def test_context_parallelism_is_refused():

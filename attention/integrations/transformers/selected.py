@@ -64,6 +64,7 @@ def attend_indices(
             f"{type(module).__name__}: indices must have shape (batch, queries, top), got {tuple(indices.shape)}; "
             f"{ELSE}"
         )
+    check_integers(module, "indices", indices)
     return attend_selected(module, q, k, v, mask, indices[:, :, None].to(torch.int32).contiguous(), 1, options)
 
 
@@ -139,17 +140,23 @@ def block_lists(module: nn.Module, block_indices: Tensor, heads: int, kv_heads: 
             f"{type(module).__name__}: block_indices require indexer.block_size of the layer, a positive int, got "
             f"{size!r}; {ELSE}"
         )
-    if block_indices.dim() != 4 or heads % block_indices.shape[1]:
+    if block_indices.dim() != 4 or not block_indices.shape[1] or heads % block_indices.shape[1]:
         raise ValueError(
             f"{type(module).__name__}: block_indices must have shape (batch, lists, queries, top), with a number of "
             f"lists that divides the {heads} heads, got {tuple(block_indices.shape)}; {ELSE}"
         )
+    check_integers(module, "block_indices", block_indices)
     lists = block_indices.transpose(1, 2).to(torch.int32, memory_format=torch.contiguous_format)
     groups = lists.shape[2]
     if groups not in (1, kv_heads, heads):
         lists = lists.repeat_interleave((heads if kv_heads % groups else kv_heads) // groups, 2)
     block_size = _divisor(size)
     return (lists if block_size == size else parts_of(lists, size // block_size)), block_size
+
+
+def check_integers(module: nn.Module, name: str, indices: Tensor) -> None:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{type(module).__name__}: {name} must be int32 or int64, got {indices.dtype}")
 
 
 def parts_of(lists: Tensor, count: int) -> Tensor:
