@@ -119,7 +119,8 @@ def sparse_atten_func(
 
     Args:
         q: (total_q, H, D) bfloat16 or float16, on the CPU also float32 or float64.
-        k, v: (total_k, Hkv, D), or (pages, Hkv, page_size, D) with page_table.
+        k, v: (total_k, Hkv, D), or (pages, Hkv, page_size, D) with page_table. With more than one sequence total_k must
+            be cu_seqlens_k[-1], which is not checked: unused rows at the end are supported for one sequence only.
         k2q_row_ptr, k2q_q_indices: result of build_k2q_csr.
         topK: length of the lists.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, cumulative lengths.
