@@ -96,7 +96,7 @@ def placed_as(mine: Any, value: Any) -> Any:
     torch.distributed.broadcast(whole, 0)
     if placed is None:
         return whole
-    return distribute_tensor(whole, placed.device_mesh, placed.placements, src_data_rank=None)
+    return distribute_tensor(whole, placed.device_mesh, placed.placements, src_data_rank=None).to(mine.device)
 
 
 def misfits(own: dict[str, Any], state: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective.distributed import (
@@ -187,6 +187,18 @@ def states_with_fully_shard(device):
         agrees(*pairs[0], *pairs[1])
 
 
+def states_of_offloaded_parameters(device):
+    """fully_shard keeps parts of parameters on the CPU, beside a tensor-parallel layer's and alone."""
+    mesh, first = mesh_of(device, dist.get_world_size() // 2, 2, names=("dp", "tp")), dist.get_rank() == 0
+    alone = linears(device, 0.4)
+    for model, part in ((parallelized(alone, mesh["tp"]), mesh["dp"]), (copy.deepcopy(alone), mesh_of(device))):
+        fully_shard(model, mesh=part, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        equal(full_state_dict(model, rank0_only=False), dict(alone.state_dict()))
+        load_full_state_dict(zeroed(model), alone.state_dict() if first else {})
+        equal(full_state_dict(model, rank0_only=False), dict(alone.state_dict()))
+
+
 def refused_states(device):
     """States that would be read in a wrong order, or of other layers."""
     mesh, folder = mesh_of(device), same_folder()
@@ -221,4 +233,4 @@ def refused_states(device):
     raises(TypeError, "use one with elementwise state", optimizer.state_dict)
 
 
-CHECKS = [full_states, states_with_fully_shard, refused_states]
+CHECKS = [full_states, states_with_fully_shard, states_of_offloaded_parameters, refused_states]
