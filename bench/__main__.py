@@ -4,13 +4,13 @@
     gemm            dense products beside cuBLAS, cuBLASLt's epilogues and quack
     block-sparse    block-sparse products beside cuBLAS and torch's Triton kernel
     attention       attention beside cuDNN, FlashAttention 2 and 4 and FlexAttention; also as --attention
-    attention-float8  attention of 8-bit floats beside ours of bfloat16
+    attention-float8  FP8 attention beside ours in BF16
     attention-backward  gradients of attention beside the same peers', through torch's autograd
     selected        selected-block attention of QSA, MSA and NSA, and video attention, beside FlashAttention 4, a Triton
                     kernel that gathers blocks, and cuDNN frontend
     generation      tokens that a compiled model of transformers adds to a long prompt, by our attention and by theirs
     training        gradients of block-sparse products, layers and a transformer's step, beside dense ones
-    float8          products of 8-bit floats beside torch._scaled_mm and our own, and their errors
+    float8          FP8 GEMMs beside torch._scaled_mm and our BF16 ones, and their errors
     single          calls as users make them (no CUDA graph, through autograd), and their kernels alone
     host            host overhead of single calls, eager and compiled, forward and backward, beside torch's and FA4's;
                     with no GPU, counts of Python calls

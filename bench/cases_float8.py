@@ -99,7 +99,7 @@ def layer(x: ScaledSparse) -> tuple:
 
 @dataclass(frozen=True)
 class CacheProblem(AttentionProblem):
-    """Attention to caches of 8-bit floats in pages."""
+    """Decoding from paged FP8 caches."""
 
     cache: str = "float8_e4m3fn"
     page_size: int = PAGE

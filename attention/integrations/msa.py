@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.checks import watched
-
 from ..selected.checks import check_block_size
-from ..selected.decode.config import WIDE_16
-from ..selected.decode.dispatch import MOST_TOKENS
+from ..selected.decode.dispatch import MOST_TOKENS, has_decode_kernel
 from ..selected.ops import selected_attention
 
 BUILD, ATTEND = "build_k2q_csr", "sparse_atten_func"
@@ -186,7 +183,7 @@ def sparse_atten_func(
                 "prefill pass k and v as (total_k, heads, head_dim)"
             )
         options["page_table"] = page_table
-    elif equal and len(k) == sequences * max_seqlen_k and _has_decode_kernel(q, k, v):
+    elif equal and len(k) == sequences * max_seqlen_k and has_decode_kernel(max_seqlen_q, q, k, v):
         k, v = (t.unflatten(0, (sequences, max_seqlen_k)).transpose(1, 2) for t in (k, v))
     else:
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -197,10 +194,6 @@ def sparse_atten_func(
     out, lse = selected_attention(q, k, v, lists, blk_kv, return_lse=True, **options)
     out, lse = (t.transpose(1, 2).flatten(0, 1) for t in (out, lse))
     return _results(out, lse, return_softmax_lse, return_temperature_lse)
-
-
-def _has_decode_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return max(q.shape[-1], v.shape[-1]) <= max(WIDE_16) and not watched(q, k, v)
 
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool, again: bool) -> Tensor | tuple[Tensor, ...]:

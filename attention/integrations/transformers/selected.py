@@ -23,9 +23,7 @@ from torch.nn.functional import pad
 from attention import BlockMask, block_sparse_attention, selected_attention
 from attention.masks.mask_mods import Elements, both
 from attention.selected.blocks import BLOCK_SIZES, CHUNK, SIDE, Member, tables_of
-from attention.selected.decode.config import WIDE_16
-from attention.selected.decode.dispatch import MOST_TOKENS
-from cute_kernels.checks import watched
+from attention.selected.decode.dispatch import has_decode_kernel
 
 from .block_masks import ATTRIBUTE
 from .distributed import PlannedMask, check_none_active
@@ -93,7 +91,7 @@ def attend_keys(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seen: Any, o
         lists = true_columns(blocks, (whole + 1) * (ratio // size))
         return attend_selected(module, q, k, v, mask, lists, size, options)
     lists = true_columns(seen[..., :columns].expand(q.shape[0], -1, -1, -1), whole * ratio + ratio - 1)
-    if _decodes(q, k, v, options):
+    if has_decode_kernel(q.shape[2], q, k, v, options["sinks"]):
         options = options | {"seqused_k": torch.full(q.shape[:1], columns, dtype=torch.int32, device=q.device)}
     return selected_attention(q, k, v, lists, 1, **options)
 
@@ -210,7 +208,7 @@ def check_supported(module: nn.Module, mask, options: dict) -> None:
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, lists: Tensor, block_size: int, options: dict) -> Tensor:
     """Attention under a mask of make_mask."""
-    last, decodes = mask.shift + mask.lengths[0], _decodes(q, k, v, options)
+    last, decodes = mask.shift + mask.lengths[0], has_decode_kernel(q.shape[2], q, k, v, options["sinks"])
     causal = _is_causal(mask)
     if causal and decodes:
         seqused_k = mask.seqused_k(q.shape[0])
@@ -241,19 +239,13 @@ def _under_elements(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor
         raise ValueError(
             f"attention_mask must broadcast to (batch, heads, queries, keys) = {shape}, got shape {tuple(seen.shape)}"
         )
-    if seen.shape[1] == 1 and _decodes(q, k, v, options):
+    if seen.shape[1] == 1 and has_decode_kernel(q.shape[2], q, k, v, options["sinks"]):
         return _keys(q, k, v, seen, lists, block_size, options)
     blocks = blocks_of(lists, block_size, q.shape[1], shape[2:])
     partial, full = blocks.tables()
     mask_mod = both(blocks.mask_mod, Elements(seen.expand(shape)))
     mask = BlockMask.from_blocks(partial | full, blocks.blocksize, lengths=blocks.lengths, mask_mod=mask_mod)
     return block_sparse_attention(q, k, v, mask, **options)
-
-
-def _decodes(q: Tensor, k: Tensor, v: Tensor, options: dict) -> bool:
-    """True if selected_attention's kernel for KV caches supports the call: it has no backward."""
-    few = q.shape[2] <= MOST_TOKENS and max(q.shape[-1], v.shape[-1]) <= max(WIDE_16)
-    return few and not watched(q, k, v, options["sinks"])
 
 
 def _keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, lists: Tensor, block_size: int, options: dict) -> Tensor:

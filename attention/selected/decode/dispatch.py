@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import checks as common
+from cute_kernels.checks import watched
 from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
@@ -24,7 +25,7 @@ from ...masks.mask_mods import window_bounds
 from ...plan import FlashPlan, without_kernel
 from ..checks import OP, check_block_size, check_indices
 from ..reference import selected_attention as selected_reference
-from .config import ROWS, SelectedDecodeFacts, pick
+from .config import ROWS, WIDE_16, SelectedDecodeFacts, pick
 
 MOST_TOKENS = 16  # query tokens per sequence
 NO_GRADIENT = (
@@ -69,6 +70,13 @@ def attend(args: CacheArgs, indices: Tensor, block_size: int) -> tuple[Tensor, T
     scales = (cache_checks.of_heads(scale, q, k) for scale in (args.k_descale, args.v_descale))
     plan.function(q, k, v, d, lse, args.sinks, lists, args.seqused_k, args.page_table, *scales, *plan.scalars)
     return out, lse
+
+
+def has_decode_kernel(tokens: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
+    """True if a call with seqused_k, this number of query tokens per sequence and BF16 or FP16 tensors has a kernel;
+    kernels have no backward."""
+    few = tokens <= MOST_TOKENS and max(q.shape[-1], v.shape[-1]) <= max(WIDE_16)
+    return few and not watched(q, k, v, sinks)
 
 
 def plan_selected(args: CacheArgs, indices: Tensor, block_size: int) -> FlashPlan:
