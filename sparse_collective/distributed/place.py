@@ -177,5 +177,5 @@ def padded(t: Tensor, dim: int, chosen: list[Tensor], most: int | None = None) -
     shape[dim] = most * len(chosen)
     out = t.new_zeros(shape)
     for rank, index in enumerate(chosen):
-        out.narrow(dim, rank * most, len(index)).copy_(t.index_select(dim, index))
+        out.narrow(dim, rank * most, len(index)).copy_(t.index_select(dim, index.to(t.device)))
     return out
