@@ -125,7 +125,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
-        if functorch_active():  # vmap has no rule for index_copy_
+        # vmap has no rule for index_copy_. torch.compile of torch 2.11 loses it in the backward of _Taken: zeros remain.
+        if functorch_active() or torch.compiler.is_compiling():
             return _copied(x, slots, rows, each)
         out = x.new_zeros(rows, *x.shape[1:])
         for places in slots.unflatten(0, (-1, each)).unbind(1):
