@@ -26,6 +26,7 @@ from .masks.mask_mods import Band, both, window_bounds
 from .plan import FlashPlan
 from .positions import Offsets, check_offsets, lengths_at
 from .selected.blocks import SelectedBlocks, mask_of
+from .selected.tables.dispatch import ordered as ordered_by_row
 
 OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
@@ -125,6 +126,10 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
         facts = mask.device, mask.lengths, mask.blocksize, index.shape, width, *key
         return index, width, CONSTANTS.get(facts, index, lambda: (ordered(),), tuple)[0]
 
+    if mask.by_row:  # and used once
+        tiles = -(-mask.lengths[0] // tile_m), mask.blocksize[0] // tile_m
+        return mask.kv_indices, width, ordered_by_row(mask.kv_num_blocks, batch, heads, *tiles, l2_heads)
+
     def make() -> tuple:
         index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
         return index, width, ordered()
@@ -159,7 +164,8 @@ def _converted(q, k, block_mask) -> BlockMask:
     if isinstance(block_mask, BsrMatrix):
         return mask_cache.of_bsr(block_mask)
     if isinstance(block_mask, SelectedBlocks):
-        return mask_of(block_mask, q.shape[1], (q.shape[-2], k.shape[-2]))
+        packed = block_mask.packed  # the mask of rows that are heads of tokens (selected/rows.py)
+        return mask_of(block_mask, q.shape[1] // packed, (q.shape[-2] * packed, k.shape[-2]))
     if isinstance(block_mask, mask_cache.ElementTensor):
         return mask_cache.of_elements(block_mask.seen, (q.shape[-2], k.shape[-2]))
     if isinstance(block_mask, torch.Tensor):

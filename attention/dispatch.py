@@ -25,6 +25,8 @@ from .masks.mask_mods import window_bounds
 from .masks.score_mod import bound
 from .plan import OFFSETS, FlashPlan, without_kernel
 from .positions import Offsets, check_offsets, lengths_at, refuse_offsets
+from .selected import gather
+from .selected.rows import as_heads, in_rows, packed_of
 
 _PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
 
@@ -51,7 +53,12 @@ def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
         key, tensors = (*key, score.mod), tensors + score.tensors
     mask: Any = None
     masked: Any = None
-    if args.block_mask is not None:
+    gathers = gather.gathered(args)
+    if gathers:
+        key, tensors = (*key, *gather.key_of(args.block_mask)), tensors + gather.lists_of(args)
+    elif (packed := packed_of(args.block_mask)) > 1:
+        return _in_heads(attention(in_rows(args)), packed, out)
+    elif args.block_mask is not None:
         mask, masked, reads, facts, lists = prepared(args)
         key, tensors = facts and (*key, facts), tensors + lists
     plan = _PLANS.known(key, tensors, out)
@@ -63,9 +70,19 @@ def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     if plan.function is None:
         out, lse = without_kernel(plan, partial(_reference, args), out, args.sinks)
     else:
-        blocks = None if mask is None else (*blocks_of(masked, *args.q.shape[:2], *plan.order), *reads)
+        blocks = gather.tables(args) if gathers else None
+        if mask is not None:
+            blocks = *blocks_of(masked, *args.q.shape[:2], *plan.order), *reads
         out, lse = launch(plan, args, blocks, offsets)
     return (out, lse) if args.return_lse else out
+
+
+def _in_heads(found: Any, packed: int, out: Tensor | None) -> Any:
+    """out, or (out, lse), of a call with packed rows as those of its heads."""
+    if isinstance(found, tuple):
+        return _in_heads(found[0], packed, out), as_heads(found[1], packed)
+    found = as_heads(found, packed)
+    return found if out is None else out.copy_(found)
 
 
 def launch(plan: FlashPlan, args: AttentionArgs, blocks: tuple | None = None, offsets: Offsets = None) -> tuple:
@@ -113,6 +130,10 @@ def plan_attention(args: AttentionArgs) -> FlashPlan:
     if args.score_mod is not None:
         common.check_tensor(f"{args.op}: q", args.q)
         args = args._replace(score_mod=bound(args.score_mod, args.q.device))
+    if gather.gathered(args):
+        return gather.plan_gathered(args)
+    if packed_of(args.block_mask) > 1:
+        return plan_block_sparse(in_rows(args))
     if args.block_mask is not None:
         return plan_block_sparse(args)
     return packed.plan_packed(args) if args.packed else plan_dense(args)

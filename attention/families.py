@@ -3,7 +3,11 @@
 from .backward.family import FLASH_BACKWARD
 from .decode.family import DECODE
 from .forward.family import FLASH_FORWARD, VALUES
+from .masks.transposed.family import TRANSPOSED_LISTS
 from .selected.decode.family import SELECTED_DECODE
+from .selected.selection.family import SCORES, TOP
+from .selected.tables.family import SELECTED_TABLES
 from .selected.unions.family import UNIONS
 
-__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "SELECTED_DECODE", "UNIONS", "VALUES"]
+__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "SCORES", "SELECTED_DECODE", "SELECTED_TABLES", "TOP"]
+__all__ += ["TRANSPOSED_LISTS", "UNIONS", "VALUES"]

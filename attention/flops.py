@@ -32,8 +32,8 @@ def block_scores(q: Tensor, k: Tensor, lists: list[Tensor], blocksize: list[int]
     """Number of scores in the nonzero blocks; all scores if the lists cannot be read. For selected blocks that of whole
     lists."""
     if form == "selected":
-        (indices, *_), (block_size, _, packed) = lists, blocksize
-        rows = packed * (q.shape[1] // max(indices.shape[2], 1))  # of each list
+        (indices, *_), (block_size, *_) = lists, blocksize
+        rows = q.shape[1] // max(indices.shape[2], 1)  # of each list
         return min(indices.numel() * block_size * rows, dense_scores(q, k))
     if form in ("full rows", "partial rows"):
         (index,), rows = lists, math.prod(q.shape[:2]) // max(math.prod(lists[0].shape[:2]), 1)

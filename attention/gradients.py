@@ -19,6 +19,8 @@ from .backward.dispatch import backward
 from .block_sparse import as_block_mask
 from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
+from .selected.gather import gathered
+from .selected.rows import as_heads, as_rows, packed_of
 
 
 class Attention(torch.autograd.Function):
@@ -30,16 +32,22 @@ class Attention(torch.autograd.Function):
         mask: Any = None
         score = args.score_mod
         of_mask: Sequence[Tensor] = ()
+        packed = packed_of(args.block_mask)
         if args.block_mask is not None:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
-            args = args._replace(block_mask=mask)
-        out, lse = dispatch.attention(args.with_lse())
+        if mask is None or gathered(args):
+            out, lse = dispatch.attention(args.with_lse())
+        else:
+            rows = q if packed == 1 else as_rows(q, packed)
+            out, lse = dispatch.attention(args._replace(q=rows, block_mask=mask).with_lse())
+            if packed > 1:
+                out, lse = as_heads(out, packed), as_heads(lse, packed)
         if mask is not None:
             mask, of_mask = saved_mask(mask, args.causal, has_kernel(q))
         ctx.save_for_backward(q, k, v, out, lse, args.cu_seqlens_q, args.cu_seqlens_k, sinks, *of_mask, *captured)
         if captured:  # saved above, and freed with what is saved
             score = score.with_tensors(())
-        ctx.call, ctx.path = (mask, score, *args[VALUES.start :]), forced_path()
+        ctx.call, ctx.path = (mask, packed, score, *args[VALUES.start :]), forced_path()
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -48,7 +56,7 @@ class Attention(torch.autograd.Function):
     @in_forwards_path
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_q, cu_k, sinks, *captured = ctx.saved_tensors
-        mask, score, causal, *values = ctx.call
+        mask, packed, score, causal, *values = ctx.call
         if mask is not None:
             of_mask, captured = captured[: mask.count], captured[mask.count :]
             causal, mask = mask.causal, mask.restored(of_mask)
@@ -60,7 +68,7 @@ class Attention(torch.autograd.Function):
         sinks = sinks if needs_sinks else None
         tensors = q, k, v, None, cu_q, cu_k, None, None, sinks, None, None, None
         args = AttentionArgs(*tensors, mask, score, causal, *values)
-        dq, dk, dv, dsinks = gradients_of(args, out, lse, dout, dlse, sums)
+        dq, dk, dv, dsinks = gradients_of(args, out, lse, dout, dlse, sums, packed=packed)
         of_captured = (sums[slot].to(t.dtype) if slot in sums else None for slot, t in enumerate(captured))
         found = dq if needs_q else None, dk if needs_k else None, dv if needs_v else None
         return None, *found, dsinks, *of_captured
@@ -98,7 +106,15 @@ def _wide(q) -> torch.dtype:
 
 
 def gradients_of(
-    args: AttentionArgs, out, lse, dout, dlse, sums: dict[int, Tensor] | None = None, grad_dtype=None, dq_dtype=None
+    args: AttentionArgs,
+    out,
+    lse,
+    dout,
+    dlse,
+    sums: dict[int, Tensor] | None = None,
+    grad_dtype=None,
+    dq_dtype=None,
+    packed: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.dispatch for the tensors.
 
@@ -106,6 +122,7 @@ def gradients_of(
         args: the call, with a BlockMask; its sinks only if they need a gradient, else dsinks is None.
         sums: accumulators of the gradients of tensors that score_mod captures, by slot.
         grad_dtype: dtype of dQ, dK and dV, instead of q's; dq_dtype: that of dQ, instead of both.
+        packed: query heads that are rows of the mask's scores (selected/rows.py).
     """
     q, k, v = args[:3]
     if dout is None and dlse is None:
@@ -113,6 +130,13 @@ def gradients_of(
         return dq, dk, dv, None if args.sinks is None else gradient_of(args.sinks).zero_()
     if dout is None:
         dout = torch.zeros_like(out)
+    if packed > 1:
+        out, lse, dout, dlse = (t if t is None else as_rows(t, packed) for t in (out, lse, dout, dlse))
+        args = args._replace(q=as_rows(q, packed))
+        rows, dk, dv, dsinks = gradients_of(args, out, lse, dout, dlse, sums, grad_dtype, dq_dtype)
+        dq = gradient_of(q, dtype=rows.dtype)
+        dq.unflatten(1, (-1, packed)).copy_(rows.unflatten(2, (-1, packed)).transpose(2, 3))
+        return dq, dk, dv, dsinks
     args = args._replace(deterministic=in_one_order(args.deterministic))
     if has_kernel(q):
         return backward(args, out, lse, dout, dlse, sums, grad_dtype, dq_dtype)

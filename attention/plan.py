@@ -19,7 +19,7 @@ from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
 
 from . import checks
 from .arguments import AttentionArgs
-from .forward.config import FlashFacts, WindowKind
+from .forward.config import FlashFacts, GatherFacts, WindowKind
 from .forward.heuristics import Extents, pick
 from .masks.block_lists import MOST
 from .sinks import check_sinks
@@ -49,6 +49,8 @@ class FlashPlan(CallPlan):
         f = self.facts
         lines = [f"configuration: {f.config}, head_dim {f.head_dim}, of v {f.head_dim_v}, {f.window}"]
         lines += [f"sinks: of {f.sinks}, in the softmax"] if f.sinks else []
+        if isinstance(f, GatherFacts):
+            lines.append(f"KV tiles: gathered from the union of a query tile's lists, blocks of {f.block_size}")
         return lines if f.score is None else [*lines, f"score_mod: {f.score.program}"]
 
 

@@ -32,6 +32,7 @@ from .masks.score_mod import WHAT as SCORE_MOD
 from .masks.score_text import read_score
 from .plan import gradient_of
 from .selected.blocks import SelectedBlocks
+from .selected.rows import packed_of
 
 QKV = "Tensor q, Tensor k, Tensor v"
 MASK = (
@@ -87,8 +88,11 @@ class Op:
         return AttentionArgs(q, k, v, **terms)
 
     def run(self, q, k, v, *parts, **terms) -> tuple[Tensor, Tensor]:
-        result: Any = dispatch.attention(self.args(q, k, v, parts, terms))
-        return result if terms["return_lse"] else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
+        args = self.args(q, k, v, parts, terms)
+        result: Any = dispatch.attention(args)
+        out, lse = result if terms["return_lse"] else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
+        # Heads of one KV head are views of packed rows
+        return (out.contiguous(), lse.contiguous()) if packed_of(args.block_mask) > 1 else (out, lse)
 
     def fake(self, q, k, v, *parts, cu_seqlens_q, cu_seqlens_k, return_lse, **terms) -> tuple[Tensor, Tensor]:
         return _fake(self.public, q, k, v, return_lse, cu_seqlens_q is not None or cu_seqlens_k is not None)
@@ -151,12 +155,13 @@ class Op:
         return tuple(found)
 
     def run_backward(self, dout, dlse, q, k, v, out, lse, *others) -> tuple:
-        mask, score, wanted, terms, *dtypes = self._split_backward(others)
-        args = self.args(q, k, v, mask, terms)
+        mask, score, wanted, terms, grad_dtype, dq_dtype = self._split_backward(others)
+        args, dtypes = self.args(q, k, v, mask, terms), (grad_dtype, dq_dtype)
+        packed = packed_of(args.block_mask)
         if self.masked:
             args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
         if not self.scored:
-            return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, None, *dtypes))
+            return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, None, grad_dtype, dq_dtype, packed))
         text, numbers, tensors = score
         bound, places = read_score(text, numbers, tensors, q.device)
         gradients.check_score(bound, any(wanted), q, args.deterministic)

@@ -125,7 +125,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, slots: Tensor, rows: int, each: int) -> Tensor:
-        # vmap has no rule for index_copy_. torch.compile of torch 2.11 loses it in the backward of _Taken: zeros remain.
+        # vmap has no rule for index_copy_, and torch.compile of torch 2.11 loses it in the backward of _Taken
         if functorch_active() or torch.compiler.is_compiling():
             return _copied(x, slots, rows, each)
         out = x.new_zeros(rows, *x.shape[1:])

@@ -236,6 +236,15 @@ def of_selected_blocks(path: str) -> None:
         selected.check(*packed, causal=True, **sequences)
 
 
+def of_gathered_blocks(path: str) -> None:
+    """Selected-block attention by KV tiles that are gathered: each block size and head dimension."""
+    from .attention import test_selected_gathered as gathered
+
+    with cute_kernels.path(path):
+        for sizes, options, terms in gathered.CALLS.values():
+            gathered.check(*gathered.call_of(*sizes, **options, device=DEVICE), **terms)
+
+
 def of_equal_rows(path: str) -> None:
     """A mask with equally many blocks a row, in any order, the last column of which is cut."""
     from .attention import test_block_attention
@@ -264,12 +273,44 @@ def of_union_tiles(path: str) -> None:
     """Lists with tails, and lists whose bits are made in parts."""
     from .attention import test_unions as unions
 
-    if DEVICE != "cuda":  # nothing stands in for this kernel, which no op calls
+    if DEVICE != "cuda":
         return
     for name in ("QSA", "NSA", "blocks of 1", "long lists"):
         lead, top, *terms = unions.CASES[name]
         unions.check(DEVICE, unions.lists(*lead, top=top, blocks=terms[1]), *terms)
     unions.check(DEVICE, torch.arange(1024, dtype=torch.int32).view(1, 128, 1, 8), 4, 1024, 1)
+
+
+def of_selected_tables(path: str) -> None:
+    """Bits and lists of selected blocks, the order of tiles, and transposed lists."""
+    from .attention import test_selected_tables as tables
+    from .attention import test_transposed_lists as transposed
+
+    if DEVICE != "cuda":  # what stands in for these kernels are the torch operations that they are compared with
+        return
+    for name in ("QSA, combined", "MSA", "one row per token, copied", "many blocks"):
+        tables.test_lists(DEVICE, name)
+    for block_size in (1, 16):
+        tables.test_packed_sequences(DEVICE, block_size, True)
+    tables.test_order(DEVICE, 64, 2)
+    for shape in ((2, 1, 70, 33), (1, 2, 1100, 40)):
+        transposed.test_lists(DEVICE, shape, 0.3)
+
+
+def of_block_selection(path: str) -> None:
+    """Scores of an indexer by kernels, and the top k of ragged rows by warps and by CTAs, compacted and not."""
+    from .attention import test_top_blocks as tops
+
+    if DEVICE != "cuda":  # the kernels' inputs are not those of the torch ops that stand in for them
+        return
+    with cute_kernels.path(path):
+        for blocks, top in ((61, 5), (253, 16), (2001, 40), (9001, 512)):
+            for kind in ("normal", "few values", "ascending"):
+                score = tops.SCORES_OF[kind](1, 2, 3, blocks)
+                tops.check("cuda", score, top, 4 * blocks - 3, 4 * blocks, 4, 1, 1, True, True)
+        if path == "sm_90":
+            for name in ("QSA", "MSA", "three heads of 40", "max of 4"):
+                tops.test_scores("cuda", name, torch.bfloat16)
 
 
 def differentiated(name: str) -> Callable:
@@ -335,8 +376,11 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "FP8 layers": of_float8_layers,
     "decoding, FP8 pages": of_float8_cache,
     "decoding, selected blocks": of_selected_decode,  # the same kernels on both paths
+    "block selection": of_block_selection,
     "union tiles": of_union_tiles,  # likewise
+    "tables of selected blocks": of_selected_tables,  # likewise
     "FP8 attention": of_float8_attention,
+    "attention, gathered blocks": of_gathered_blocks,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {

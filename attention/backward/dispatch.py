@@ -16,13 +16,15 @@ from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 from cute_kernels.runtime.workspace import zeros
 
+from .. import plan as planning
 from ..arguments import VALUES, AttentionArgs
 from ..block_sparse import by_length, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import heads_in_l2
-from ..masks.block_lists import MOST
+from ..masks.block_lists import MOST, equal_counts
 from ..masks.mask_mods import window_bounds
+from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
 from . import family
@@ -217,7 +219,21 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Ten
 
 def lists_of(mask) -> tuple:
     """The transposed lists of a BlockMask (by KV block), cached."""
-    return mask.derived.get("transposed", mask.kv_num_blocks, mask.transposed, tuple)
+    return mask.derived.get("transposed", mask.kv_num_blocks, partial(_transposed, mask), tuple)
+
+
+def _transposed(mask) -> tuple:
+    """mask.transposed(); by kernels if its blocks are of one kind, as those of a mask that is new in each call are."""
+    counts, indices, full_counts, full_indices = mask.lists()
+    of_full = indices.shape[-1] == 0
+    if of_full:
+        counts, indices = full_counts, full_indices
+    changes = mask.equal_rows or mask.by_row
+    if not (changes and planning.has_kernel(indices) and transposed.supports(indices, mask.n_block_cols)):
+        return mask.transposed()
+    lists = transposed.transposed_lists(counts, indices, mask.n_block_cols)
+    none = equal_counts(lists[1])[1], lists[1]  # entries are not read
+    return (*none, *lists) if of_full else (*lists, *none)
 
 
 def ranks_of(mask) -> Tensor:

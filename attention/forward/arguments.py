@@ -92,6 +92,9 @@ def forward_args(facts: FlashFacts) -> tuple:
     if facts.blocks is not None:
         index, table = (fake_tensor("int32", n, n - 1, 1) for n in (4, 2))
         blocks = (index, Int32(1), table, *function_args(facts.blocks.mask))
+    if facts.gathers:
+        tables = (fake_tensor("int32", n, n - 1, 1) for n in (4, 3, 4))
+        blocks = (*tables, Int32(1), Int32(1))
     common = *tensor_args(facts), *sinks_args(facts), *cu_seqlens, blocks, score_args(facts.score)
     if isinstance(facts, Float8Facts):
         descales = facts.q_descale, facts.k_descale, facts.v_descale

@@ -13,8 +13,20 @@ from ..masks.element_mask import element_mask
 from ..masks.mask_mods import And, Band, RowRange
 from ..masks.score_mod import bound
 from ..masks.score_mods import Alibi, Bias
-from .config import BlockKind, FlashFacts, Float8Facts, WindowKind
-from .heuristics import HEAD_DIMS, WIDE, Extents, candidates_sm80, candidates_sm90, cannot_convert, head_dims_text, pick
+from .config import BlockKind, FlashFacts, Float8Facts, GatherFacts, WindowKind
+from .heuristics import (
+    GATHER,
+    GATHERED,
+    HEAD_DIMS,
+    WIDE,
+    Extents,
+    candidates_sm80,
+    candidates_sm90,
+    cannot_convert,
+    gather_facts,
+    head_dims_text,
+    pick,
+)  # fmt: skip
 
 EXTENTS = Extents(256, 4096, 4096, None, None, 132)
 
@@ -59,6 +71,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
     """
     if quick:
         yield pick(FlashFacts(spec.target, spec.path, None, window=WindowKind(right=True), lse=True), EXTENTS)
+        if spec.path == "sm_90":
+            yield gather_facts(FlashFacts(spec.target, spec.path, None, head_dim=256, head_dim_v=256), 4, True)
         return
     for path in ("sm_80", "sm_90") if spec.path == "sm_90" else ("sm_80",):
         for dim in HEAD_DIMS:
@@ -88,6 +102,20 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[FlashFacts]:
     if spec.path == "sm_90":
         yield from float8_kernels(spec)
         yield from of_tokens(spec)
+        yield from gather_kernels(spec)
+
+
+def gather_kernels(spec: ArchSpec) -> Iterator[GatherFacts]:
+    """Gathered KV tiles: each head dimension and block size causal with LSE, as in training; some without, in FP16 and
+    with a softcap."""
+    for dim, block_size in itertools.product(GATHER, GATHERED):
+        if block_size > GATHER[dim][0]:
+            continue
+        facts = FlashFacts(spec.target, "sm_90", None, "bfloat16", dim, dim, lse=True)
+        yield gather_facts(facts, block_size, True)
+        if (dim, block_size) in ((64, 4), (128, 64), (256, 4)):
+            yield gather_facts(replace(facts, lse=False), block_size, False)
+            yield gather_facts(replace(facts, dtype="float16", softcap=True), block_size, True)
 
 
 def sink_kernels(spec: ArchSpec, path: str) -> Iterator[FlashFacts]:

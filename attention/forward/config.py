@@ -66,6 +66,7 @@ class FlashFacts:
     """Everything that selects one compiled kernel."""
 
     family: ClassVar[str] = "flash forward"
+    gathers: ClassVar[bool] = False  # True if KV tiles are gathered from listed blocks (GatherFacts)
     arch: str  # the compiler's target
     path: str
     config: Any  # FlashConfig; None until one is picked
@@ -152,10 +153,10 @@ class FlashFacts:
 
         It does not help at head dimension 256, where a step waits for the tensor cores. Three warpgroups have no
         registers for it with 128 columns, or with a window that has a left bound. A score_mod excludes it, since it
-        would be compiled in two places.
+        would be compiled in two places, and so do gathered blocks, all of whose tiles are masked.
         """
         tight = self.config.groups == 3 and (self.config.tile_n == 128 or self.window.left)
-        return max(self.head_dim, self.head_dim_v) < 256 and not tight and self.score is None
+        return max(self.head_dim, self.head_dim_v) < 256 and not tight and self.score is None and not self.gathers
 
     @property
     def rescale_threshold(self) -> float:
@@ -177,6 +178,25 @@ class FlashFacts:
         if self.blocks is not None and self.head_dim == 96:
             return False
         return self.head_dim * self.config.tile_m <= 64 * 32 * self.config.groups
+
+
+@dataclass(frozen=True)
+class GatherFacts(FlashFacts):
+    """Facts of a kernel whose KV tiles are gathered from the union of its tokens' lists of KV blocks (gather/); sm_90
+    only. Rows of Q are tokens times the query heads that share a list.
+
+    block_size: keys of a KV block, a power of two up to tile_n.
+    causal: True if a token attends to keys up to its position, the last token being at the last key.
+    """
+
+    gathers: ClassVar[bool] = True
+    block_size: int = 64
+    causal: bool = False
+
+    @property
+    def per_tile(self) -> int:
+        """Blocks of a KV tile."""
+        return self.config.tile_n // self.block_size
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from cute_kernels.runtime.families import Family, Request, register
 from cute_kernels.tile.barriers import FORWARD_OOB, FORWARD_ORDER, FORWARD_SCORES
 
 from .arguments import forward_args, values_args
-from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, ValuesFacts
+from .config import HALF_SMEM, SCALE_TOKENS, FlashFacts, Float8Facts, GatherFacts, ValuesFacts
 from .heuristics import HEAD_DIMS, cannot_convert
 
 
 class FlashForward(Family):
-    """Attention with one query tile per CTA that walks K and V: dense, windows, packed sequences, block masks."""
+    """Attention with one query tile per CTA that walks K and V: dense, windows, packed sequences, block masks,
+    gathered blocks."""
 
     name = "flash forward"
     ops = ("attention", "block_sparse_attention")
@@ -25,6 +26,10 @@ class FlashForward(Family):
             from .fp8.kernel import FlashForwardFp8
 
             return FlashForwardFp8(facts)
+        if isinstance(facts, GatherFacts):
+            from .gather.kernel import GatherForwardSm90
+
+            return GatherForwardSm90(facts)
         if facts.path == "sm_90":
             from .kernel_sm90 import FlashForwardSm90
 
@@ -82,7 +87,8 @@ class FlashForward(Family):
                 for opcode in divided(inspect.disassemble(cubin))
             ]
             found += [] if resources.hmma else ["no scores are recomputed"]
-        loads, least = (resources.utmaldg, 3) if facts.path == "sm_90" else (resources.ldgsts, 6)
+        tma = facts.path == "sm_90" and not facts.gathers
+        loads, least = (resources.utmaldg, 3) if tma else (resources.ldgsts, 6)
         return found if loads >= least else [*found, f"{loads} asynchronous loads, expected at least {least}"]
 
 
@@ -156,6 +162,8 @@ def describe(facts: FlashFacts) -> dict[str, str]:
         features += [name for name in ("fast", "q_descale", "k_descale", "v_descale") if getattr(facts, name)]
         features += [f"per {SCALE_TOKENS} tokens"] if facts.tokens else []
         features += ["v converted inside"] if facts.converts else []
+    if isinstance(facts, GatherFacts):
+        features += [f"gathered blocks of {facts.block_size}{' causal' * facts.causal}"]
     if facts.blocks:
         mask = facts.blocks.mask
         kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"

@@ -1,11 +1,11 @@
 """Heuristics for forward tiles: the candidates of a kernel and the selection for a call."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cute_kernels.arch import ArchSpec
 
-from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts
+from .config import SCALE_TOKENS, FlashConfig, FlashFacts, Float8Facts, GatherFacts
 
 Facts = TypeVar("Facts", bound=FlashFacts)
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -118,6 +118,10 @@ FLOAT8_BLOCKS = {
     },
 }
 
+# Gathered KV tiles, by head dimension: (tile_n, stages). Bits of membership are in words of 128 keys.
+GATHER = {64: (128, 3), 128: (128, 3), 192: (64, 3), 256: (64, 2)}
+GATHERED = (1, 4, 16, 64, 128)  # tokens of a block, at most tile_n
+
 # E4M3 V is converted to FP16 by a kernel before the forward kernel, or in the forward kernel (fp8/values_inside), where
 # each query tile converts it again. Measured on an H200: the launch of the kernel before and its time per byte read or
 # written, and the forward kernel's additional time per converted value on one SM: 0.1 us for a tile of 128x128.
@@ -174,6 +178,14 @@ def config_of_blocks(facts: Any) -> FlashConfig:
     if dim == WIDE:
         return candidates_sm80(facts.spec, dim, dim)[0]
     return FlashConfig(*BLOCKS_SM_80[blocks.block_q][dim])
+
+
+def gather_facts(facts: FlashFacts, block_size: int, causal: bool) -> GatherFacts:
+    """The kernel of these facts that gathers KV tiles from listed blocks."""
+    tile_n, stages = GATHER[facts.head_dim]
+    values = {f.name: getattr(facts, f.name) for f in fields(facts)}
+    values["config"] = FlashConfig(128, tile_n, stages, 2, dynamic=True)
+    return GatherFacts(**values, block_size=block_size, causal=causal)
 
 
 def candidates_sm80(

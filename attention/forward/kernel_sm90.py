@@ -130,9 +130,9 @@ class FlashForwardSm90:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,  # (Sq, D, H, B)
-        tma_k: cute.CopyAtom,
+        tma_k: cute.CopyAtom | None,  # None if K and V are gathered (gather/)
         mK: cute.Tensor,  # (Sk, D, Hkv, B)
-        tma_v: cute.CopyAtom | None,  # None if V is loaded without a TMA descriptor (fp8/values.py)
+        tma_v: cute.CopyAtom | None,  # None if V is loaded without a TMA descriptor (fp8/values.py, gather/)
         mV: cute.Tensor,  # (Dv, Sk, Hkv, B)
         mO: cute.Tensor,  # (Sq, Dv, H, B)
         mLSE: cute.Tensor | None,  # (B, H, Sq)
@@ -154,10 +154,9 @@ class FlashForwardSm90:
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP) - 1  # -1: the producer
         step = cute.arch.grid_dim()[0]
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
-            if const_expr(tma_v is not None):
-                cpasync.prefetch_descriptor(tma_v)
+            for tma in (tma_q, tma_k, tma_v):
+                if const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ, sK, sV = self.mainloop.operands(storage)
         pipe_q, pipe_k, pipe_v, loads_v, pipe_queue = self.make_pipelines(storage, sV)
@@ -169,10 +168,12 @@ class FlashForwardSm90:
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 0:
+            operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
+            if const_expr(facts.gathers):
+                self.produce(operands, queue, source, scheduler, seqlens, step)
+            elif warp == 0:
                 if const_expr(self.is_secondary):
                     cute.arch.griddepcontrol_wait()
-                operands = (tma_q, sQ, mQ, pipe_q), (tma_k, sK, mK, pipe_k), (tma_v, mV, loads_v)
                 self.produce(operands, queue, source, scheduler, seqlens, step)
             if const_expr(self.mainloop.v.converters > 0):
                 if warp > 0:
@@ -212,7 +213,7 @@ class FlashForwardSm90:
                 mine.softmax.clear()
                 acc_O.fill(0.0)
                 if tiles.count > 0:
-                    work = QueryWork(source, tiles, tile, seqlen, row, cap, score_tensors)
+                    work = self.mainloop.of_rows(QueryWork(source, tiles, tile, seqlen, row, cap, score_tensors))
                     pipe_q.consumer_wait(state_q)
                     at_k = self.mainloop.first_step(mine, work, at_k)
                     if const_expr(facts.packed and facts.values_element.transposes):

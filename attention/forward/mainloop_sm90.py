@@ -218,6 +218,14 @@ class MainloopSm90:
 
     # ------------------------------------------------------------------ steps
 
+    def of_rows(self, work: QueryWork) -> QueryWork:
+        """A query tile's work with what depends on this thread's rows; here nothing does."""
+        return work
+
+    def wait(self, pipe: pipeline.PipelineAsync, state):
+        """Wait for a tile of K or V."""
+        pipe.consumer_wait(state)
+
     @property
     def has_tile_scales(self) -> bool:
         """True if KV tiles have dequantization scales of their own."""
@@ -228,7 +236,7 @@ class MainloopSm90:
         """Compute P of the first tile; returns the state of K's ring."""
         if const_expr(self.has_tile_scales):
             c = self.scales.load(c, work, 0, work.tiles.first)
-        c.pipe_k.consumer_wait(at_k)
+        self.wait(c.pipe_k, at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
         self.order_arrive(c.order)
@@ -256,10 +264,10 @@ class MainloopSm90:
         """Compute P of tile i, and O of the tile before; returns the states of K's and V's rings."""
         if const_expr(self.has_tile_scales):
             c = self.scales.load(c, work, i, kind)
-        c.pipe_k.consumer_wait(at_k)
+        self.wait(c.pipe_k, at_k)
         self.order_wait(c.order)
         start_product(c.mma_qk, c.acc_S, *in_steps(c.tSrQ, c.tSrK[None, None, None, at_k.index]), True)
-        c.pipe_v.consumer_wait(at_v)
+        self.wait(c.pipe_v, at_v)
         start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
         self.order_arrive(c.order)
         warpgroup.wait_group(1)
@@ -284,7 +292,7 @@ class MainloopSm90:
 
     def last_step(self, c: Consumer, at_v):
         """Issue O of the last tile; `finish` waits for it."""
-        c.pipe_v.consumer_wait(at_v)
+        self.wait(c.pipe_v, at_v)
         start_product(c.mma_pv, c.acc_O, *in_steps(c.tOrP, c.tOrV[None, None, None, at_v.index]), False)
 
     def finish(self, c: Consumer, at_v):

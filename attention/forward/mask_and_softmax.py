@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from .gather.mask import mask_members
 from .kv_tiles import EITHER, FULL, PARTIAL
 from .mask import cap_scores, change_scores, mask_elements, mask_window
 from .softmax import OnlineSoftmax
@@ -16,13 +17,14 @@ from .softmax import OnlineSoftmax
 class QueryWork:
     """One query tile: the KV tiles that it visits, and the inputs of its masks."""
 
-    source: Any  # kv_tiles.WindowSource or block_source.BlockSource
+    source: Any  # kv_tiles.WindowSource, block_source.BlockSource or gather.source.UnionSource
     tiles: Any  # returned by source.for_tile
     tile: Any  # scheduler.QueryTile or problem.DecodeTile
     seqlen: Any  # seqlen.SeqlenInfo
     row: Int32  # first row of this thread
     softcap: Float32  # with a score_mod, the scale of scores before it
     score_tensors: tuple | None = None  # inputs of the score_mod
+    members: Any = None  # gather.mask.Members of this thread's rows
 
 
 @cute.jit
@@ -42,7 +44,9 @@ def mask_and_softmax(
         n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
         position = work.source, work.row, n * facts.config.tile_n, work.tile, work.seqlen
         change_scores(scores, facts.score, work.score_tensors, work.softcap, *position, kind == FULL)
-    if const_expr(kind == EITHER):
+    if const_expr(facts.gathers):
+        mask_members(facts, scores, work, i, kind == PARTIAL)
+    elif const_expr(kind == EITHER):
         if work.tiles.ends[0] > i:
             mask(facts, scores, work, i)
     elif const_expr(kind == PARTIAL):

@@ -9,6 +9,7 @@ from cutlass import Int32
 from ..seqlen import DenseSeqlens, PackedSeqlens
 from .block_source import with_blocks
 from .config import FlashFacts
+from .gather.source import with_unions
 from .kv_tiles import WindowSource
 from .scheduler import PackedScheduler, QueryScheduler
 
@@ -24,14 +25,14 @@ class Problem:
     mLSE: cute.Tensor | None  # (B, H, Sq)
     scheduler: Any  # scheduler.QueryScheduler or PackedScheduler
     seqlens: Any  # seqlen.DenseSeqlens or PackedSeqlens
-    source: Any  # kv_tiles.WindowSource or block_source.BlockSource
+    source: Any  # kv_tiles.WindowSource, block_source.BlockSource or gather.source.UnionSource
 
 
 def problem_of(
     facts: FlashFacts,
     tensors: tuple,  # Q, K, V, O, LSE or None: see the kernels' __call__
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; of packed sequences, else None
-    blocks: tuple | None,  # block_sparse.blocks_of; None without a block mask
+    blocks: tuple | None,  # block_sparse.blocks_of, or selected.gather.tables; None without a block mask
     left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
     offsets: tuple | None,  # (q_offset, k_offset) with FlashFacts.offsets
@@ -47,7 +48,9 @@ def problem_of(
     else:
         seqlens = DenseSeqlens(mQ.shape[2], mK.shape[2], *(offsets or ()))
         scheduler = QueryScheduler.of(facts, mQ.shape, mK.shape)
-    if facts.blocks is not None:
+    if facts.gathers:
+        scheduler, source = with_unions(facts, mQ, mK, blocks)
+    elif facts.blocks is not None:
         scheduler, source = with_blocks(facts, scheduler, blocks)
     else:
         source = WindowSource(facts.window, facts.config.tile_m, facts.config.tile_n, left, right)

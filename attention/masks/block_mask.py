@@ -25,13 +25,13 @@ from sparse_collective.checks import describe, is_strided, pair
 from . import block_lists, block_slices, convert
 from .block_lists import band_tables, grid
 from .element_mask import call
-from .mask_mods import Band, MaskMod, both, moved
+from .mask_mods import And, Band, MaskMod, ValidKeys, both, moved
 
 __all__ = ["BlockLists", "BlockMask", "create_block_mask"]
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-FACTS = ("lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "equal_rows", "derived")
-NAMES = (*TABLES, *FACTS)
+FACTS = ("lengths", "blocksize", "mask_mod", "batch", "heads", "n_block_rows", "n_block_cols", "equal_rows", "by_row")
+NAMES = (*TABLES, *FACTS, "derived")
 
 
 class BlockLists(NamedTuple):
@@ -83,6 +83,7 @@ class BlockMask(Pictured):
     n_block_rows: int  # Mq
     n_block_cols: int  # Mk
     equal_rows: bool  # known to list equally many blocks in each row, all of one kind; the other's width is 0
+    by_row: bool  # lists partial blocks only, made on a GPU for one call; its query tiles need no sorting
     derived: Derived  # the cache of what is derived from the mask; its `facts` are those of block_sparse.element_of
     __slots__ = (*NAMES, "__weakref__")
 
@@ -134,7 +135,7 @@ class BlockMask(Pictured):
             raise ValueError(f"B and H must be at least 1, got kv_num_blocks of shape {tuple(kv_num_blocks.shape)}")
         self._set(**tables, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
         self._set(batch=kv_num_blocks.shape[0], heads=kv_num_blocks.shape[1], n_block_rows=rows, n_block_cols=cols)
-        self._set(equal_rows=False, derived=Derived())
+        self._set(equal_rows=False, by_row=False, derived=Derived())
         if check:
             self._check()
 
@@ -244,6 +245,7 @@ class BlockMask(Pictured):
         *,
         lengths: Sequence[int],
         mask_mod: MaskMod | None = None,
+        block_sizes: Tensor | None = None,
     ) -> BlockMask:
         """Create the mask that computes equally many blocks in each row, such as the top k of a step of generation.
 
@@ -257,10 +259,14 @@ class BlockMask(Pictured):
                 and V.
             blocksize, lengths: see BlockMask.
             mask_mod: the element mask of all listed blocks; None: no element is masked, but columns past the last one.
+            block_sizes: (Mk,) int32, the number of valid keys in each block of columns, for tiles of a video that end
+                in padding: the first keys of a block are valid, and the others are masked. Its contents may change.
+                Rows of padding attend like other rows, so their outputs must be ignored, and their gradients be 0.
+                None: all keys are valid.
 
         Raises:
-            TypeError: `indices` is not a strided int32 tensor, or mask_mod is not callable.
-            ValueError: a shape, stride, length or block is wrong.
+            TypeError: `indices` or block_sizes is not a strided int32 tensor, or mask_mod is not callable.
+            ValueError: a shape, stride, length, device or block is wrong.
 
         Example:
             top = scores.topk(64, sorted=False).indices.int()  # (B, H, Mq, 64), of scores (B, H, Mq, Mk)
@@ -272,6 +278,8 @@ class BlockMask(Pictured):
         if indices.dim() != 4:
             raise ValueError(f"indices must be (B, H, Mq, top), got shape {tuple(indices.shape)}")
         lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
+        if block_sizes is not None:
+            mask_mod = _with_sizes(block_sizes, mask_mod, -(-lengths[1] // blocksize[1]), blocksize[1], indices.device)
         full = mask_mod is None and lengths[1] % blocksize[1] == 0
         return cls.of_equal_rows(indices, full, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
 
@@ -280,9 +288,35 @@ class BlockMask(Pictured):
         """The mask of `from_indices` whose blocks are all full, or all partial. facts: those of BlockMask."""
         count, none = block_lists.equal_counts(indices)
         partial, empty = (count, indices), (none, indices[..., :0])
-        lists = (*empty, *partial) if full else (*partial, *empty)
-        mask = cls(*lists, **facts, check=False)
-        mask._set(equal_rows=indices.shape[3] > 0)
+        return cls._of_one_kind((*empty, *partial) if full else (*partial, *empty), indices, "equal_rows", **facts)
+
+    @classmethod
+    def of_partial(cls, counts: Tensor, indices: Tensor, **facts) -> BlockMask:
+        """The mask of partial blocks with these counts (B, H, Mq) and ascending columns (B, H, Mq, width), of which
+        those past the counts may be anything. facts: those of BlockMask.
+
+        For lists that a kernel made for one call: their query tiles are begun by row and not sorted by length.
+        """
+        _, none = block_lists.equal_counts(indices)
+        return cls._of_one_kind((counts, indices, none, indices[..., :0]), indices, "by_row", **facts)
+
+    @classmethod
+    def _of_one_kind(cls, lists: tuple, indices: Tensor, flag: str, *, lengths, blocksize, mask_mod=None) -> BlockMask:
+        """The mask of four lists that differ from valid ones in the shape and strides of `indices` at most, of which
+        `flag` is true if they list any block. The constructor takes three times as long."""
+        (sq, sk), (block_q, block_k), rows, cols = grid(lengths, blocksize)
+        batch, heads, length, width = indices.shape
+        contiguous = indices.is_contiguous() and (mask_mod is None or callable(mask_mod))
+        if not contiguous or length != rows or width > cols or not batch or not heads:
+            return cls(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)  # raises
+        mask = object.__new__(cls)
+        mask._set(
+            **dict(zip(TABLES, lists, strict=True)), lengths=(sq, sk), blocksize=(block_q, block_k), mask_mod=mask_mod,
+            batch=batch, heads=heads, n_block_rows=rows, n_block_cols=cols, equal_rows=False, by_row=False,
+            derived=Derived(),
+        )  # fmt: skip
+        if width > 0:
+            mask._set(**{flag: True})
         return mask
 
     @classmethod
@@ -550,6 +584,18 @@ def create_block_mask(
         tables_of = block_lists.tables_of_mask_mod
     some, every = tables_of(mask_mod, (batch, heads), lengths, blocksize, device)
     return BlockMask._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
+
+
+def _with_sizes(sizes: Tensor, mask_mod: MaskMod | None, cols: int, side: int, device) -> MaskMod:
+    """mask_mod, and the mask of padding after the valid keys of each block of columns."""
+    if not is_strided(sizes) or sizes.dtype is not torch.int32:
+        raise TypeError(f"block_sizes must be a strided int32 tensor, got {describe(sizes)}")
+    if sizes.shape != (cols,):
+        raise ValueError(f"block_sizes must have shape ({cols},), the blocks of a row, got {tuple(sizes.shape)}")
+    if sizes.device != device:
+        raise ValueError(f"block_sizes must be on the device of indices, {device}, got {sizes.device}")
+    valid = ValidKeys(sizes, side)
+    return valid if mask_mod is None else And(valid, mask_mod)
 
 
 def _rebuild(*parts) -> BlockMask:

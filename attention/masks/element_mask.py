@@ -20,10 +20,11 @@ from cute_kernels.traced.memo import MOST, traced
 from cute_kernels.traced.program import Program
 from cute_kernels.traced.record import Traced
 
-from .mask_mods import And
+from .mask_mods import And, ValidKeys
 
 INDICES = ("b", "h", "q", "kv")
 INPUTS = ("int32",) * 4
+MOST_PROGRAMS = 1024
 B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(4)  # numbers of values
 
 
@@ -66,6 +67,13 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
         return mask_mod.traced
     if type(mask_mod) is And and type(mask_mod.first) is BoundMask:
         return _joined(mask_mod.first.traced, trace_mask(mask_mod.second, device))
+    if type(mask_mod) is ValidKeys:
+        return bound(mask_mod, (ValidKeys, mask_mod.side, device), (mask_mod.sizes,)).traced
+    return _traced(mask_mod, device)
+
+
+def _traced(mask_mod: Callable, device: torch.device) -> Traced:
+    """trace_mask of any function."""
     result = traced(mask_mod, "mask_mod", INPUTS, (), device)
     if result.program.dtype != "bool":
         raise TypeError(
@@ -90,6 +98,23 @@ def _conjunction(first: Program, second: Program) -> Program:
     t.tensors = list(first.tensors)
     seen = [t.append(program) for program in (first, second)]
     return t.program(t.op("and", "bool", *seen))
+
+
+_PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors, numbers)
+
+
+def bound(mask_mod: Callable, key: tuple, tensors: tuple[Tensor, ...]) -> BoundMask:
+    """The traced mask_mod of these tensors, which are new in each call. Tracing takes 2 ms, so it is done once for each
+    key: all else that mask_mod depends on."""
+    known = _PROGRAMS.get(key)
+    if known is None:
+        trace = _traced(mask_mod, tensors[0].device)
+        places = [next(i for i, t in enumerate(tensors) if t is read) for read in trace.tensors]
+        if len(_PROGRAMS) >= MOST_PROGRAMS:
+            _PROGRAMS.clear()
+        known = _PROGRAMS[key] = trace.program, places, trace.numbers
+    program, places, numbers = known
+    return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers))
 
 
 def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["And", "AtPositions", "Band", "Dilated", "Elements", "GlobalTokens", "InBlocks", "MaskMod", "Or", "RowRange"]
-__all__ += ["SameDocument", "Sliced"]
+__all__ += ["SameDocument", "Sliced", "ValidKeys"]
 
 FAR = 2**30  # columns; the largest distance of two positions is smaller (block_lists.MOST)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -106,6 +106,17 @@ class Elements:
         index += (q,) if self.row else ()
         index += (kv,) if self.column else ()
         return self.seen[index] if index else self.seen & (kv >= 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidKeys:
+    """The first sizes[i] columns of each block i of `side` columns; sizes: (blocks,) int32."""
+
+    sizes: Tensor
+    side: int
+
+    def __call__(self, b, h, q, kv):
+        return kv % self.side < self.sizes[kv // self.side]
 
 
 @dataclass(frozen=True, eq=False)

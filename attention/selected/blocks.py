@@ -3,28 +3,29 @@
 Each query token has a list of KV blocks of `block_size` tokens. The query heads that share a KV head, and so a list,
 are packed: rows of Q are tokens * heads. 128 rows, 8 tokens of 16 heads, compute the union of the lists of their
 tokens, in 128 x 128 blocks of scores, and an element mask reads a bit per (token, KV block). Both are built on the
-device of the lists, without synchronization.
+device of the lists, without synchronization: on a GPU by the kernel in `tables`, elsewhere by torch operations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.runtime.front import check_supported
-from cute_kernels.traced.record import Traced
 
+from .. import plan as planning
 from ..masks.block_mask import BlockMask
-from ..masks.element_mask import BoundMask, trace_mask
+from ..masks.element_mask import bound
 from ..masks.mask_mods import And, Band, MaskMod, RowRange
+from .tables.dispatch import selected_tables, supports
 from .unions.config import SIDE, WORD
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
 CHUNK = 2**28  # bytes of memory for one part of the rows
-MOST_PROGRAMS = 1024
 GATHER = sum(2 ** (56 - 7 * i) for i in range(8))  # 8 bytes of 0 or 1, times this: bit 56 + i is byte i
 
 
@@ -34,7 +35,7 @@ class SelectedBlocks(NamedTuple):
     indices: (B, Sq, G, top) int32; blocks are counted from the first key of the batch index or packed sequence. Entries
         that are no block of it are ignored.
     causal: True if a token attends to keys up to its position, in each sequence.
-    packed: query heads in the rows of q, (B, Hkv, Sq * packed, D): row i is of token i // packed.
+    packed: query heads that the block-sparse kernels take as rows of one head's scores (rows.py), H / Hkv or 1.
     cu_seqlens_q, cu_seqlens_k: the first row and column of each packed sequence, with B of 1; both None: B sequences.
     """
 
@@ -78,8 +79,11 @@ class Member:
         return ((word >> (block % WORD)) & 1) != 0
 
 
-def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> BlockMask:
-    """The block mask of scores (rows of q, Sk) = lengths with this number of heads."""
+def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kernel: bool = True) -> BlockMask:
+    """The block mask of scores (rows of q, Sk) = lengths with this number of heads.
+
+    kernel: False to use torch operations on a GPU as well, for a plan that launches nothing.
+    """
     indices, block_size, causal, packed, cu_q, cu_k = selected
     check_supported("selected_attention", indices)
     (rows, columns), tokens = lengths, indices.shape[1]
@@ -92,38 +96,27 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int]) -> B
     if cu_q is not None and cu_k is not None:
         first, end = ranges_of(cu_q, cu_k, (tokens, columns), causal)
         visible = RowRange(first, end)
-    words, listed = tables_of(indices, block_size, first, end, columns, packed)
-    if causal and first is None:  # no list should have blocks in the future
-        last = (torch.arange(1, grid[0] + 1, device=indices.device) * SIDE - 1) // packed + columns - tokens
-        listed &= torch.arange(grid[1], device=indices.device) * SIDE <= last[:, None]
+    shift = columns - tokens if causal and first is None else None  # no list should have blocks in the future
     share = heads // indices.shape[2]
-    if 1 < indices.shape[2] < heads:
-        listed = listed.repeat_interleave(share, 1)
+    copies = share if 1 < indices.shape[2] < heads else 1
+    if kernel and planning.has_kernel(indices) and supports(indices, columns, packed):
+        words, *lists = selected_tables(
+            indices, block_size, first, end, columns, packed, shift=shift, copies=copies
+        )  # fmt: skip
+        make = partial(BlockMask.of_partial, *lists)
+    else:
+        words, listed = tables_of(indices, block_size, first, end, columns, packed)
+        if shift is not None:
+            last = (torch.arange(1, grid[0] + 1, device=indices.device) * SIDE - 1) // packed + shift
+            listed &= torch.arange(grid[1], device=indices.device) * SIDE <= last[:, None]
+        make = partial(BlockMask.from_blocks, listed if copies == 1 else listed.repeat_interleave(copies, 1))
     member = Member(words, share, block_size, first)
     mask_mod: MaskMod = member if visible is None else And(visible, member)
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
-    shift = columns - tokens if causal and first is None else None  # Band's
-    key = share, block_size, packed, shift, first is None, indices.device
+    key = Member, share, block_size, packed, shift, first is None, indices.device
     mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end))
-    return BlockMask.from_blocks(listed, (SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
-
-
-_PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors, numbers)
-
-
-def bound(mask_mod: MaskMod, key: tuple, tensors: tuple[Tensor, ...]) -> BoundMask:
-    """The traced mask_mod of these tensors, which are new in each call. Tracing takes 2 ms, so it is done once for each
-    key: all else that mask_mod depends on."""
-    known = _PROGRAMS.get(key)
-    if known is None:
-        traced = trace_mask(mask_mod, tensors[0].device)
-        places = [next(i for i, t in enumerate(tensors) if t is read) for read in traced.tensors]
-        if len(_PROGRAMS) >= MOST_PROGRAMS:
-            _PROGRAMS.clear()
-        known = _PROGRAMS[key] = traced.program, places, traced.numbers
-    program, places, numbers = known
-    return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers))
+    return make(blocksize=(SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 
 def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ from ..plan import FlashPlan
 from .blocks import SIDE, SelectedBlocks
 from .checks import OP, check
 from .decode.dispatch import NO_GRADIENT, CacheArgs, attend, plan_selected
+from .gather import gathered
+from .rows import in_rows
 
 
 @overload
@@ -76,8 +78,9 @@ def selected_attention(
         block_size: tokens of a KV block: 1, 4, 16, 64 or 128.
         causal: True also masks keys after the token's position, inside selected blocks: row i is at position
             i + Sk - Sq.
-        softcap, scale, return_lse, sinks, deterministic: see attention. With sinks a tile has 128 tokens of one head
-            instead of the heads of a KV head, and so the union of more lists.
+        softcap, scale, return_lse, sinks, deterministic: see attention. With sinks the block-sparse kernels, and so
+            backward, have tiles of 128 tokens of one head instead of the heads of a KV head, and so the union of more
+            lists.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
             are (total_k, Hkv, D or Dv), and indices are (total_q, top) or (total_q, G, top). Blocks are counted from
             the first key of each sequence.
@@ -94,8 +97,9 @@ def selected_attention(
     Differentiable once in q, k, v and sinks. Selection has no gradient. In backward the memory of the membership, which
     is Sq * Sk / block_size / 8 bytes per list (B * G lists), is saved with q, k, v, out and lse.
 
-    On a GPU the block lists and bits that the kernels of block_sparse_attention read are built in each call, without
-    synchronization, so a CUDA graph replays with the current contents of indices.
+    On a GPU the tables that kernels read are built in each call, without synchronization, so a CUDA graph replays with
+    the current contents of indices: union tiles for the kernel that gathers blocks (forward on sm_90, see explain), or
+    block lists and bits for the kernels of block_sparse_attention.
 
     Raises:
         TypeError, ValueError: an argument has an unsupported type, dtype, device, shape or strides. Raised before any
@@ -124,10 +128,6 @@ def selected_attention(
     args = args._replace(softcap=softcap, scale=scale, return_lse=return_lse, sinks=sinks, deterministic=deterministic)
     found = call(args)
     out, lse = (found, None) if isinstance(found, Tensor) else found
-    packed = args.block_mask.packed
-    if packed > 1:  # rows are tokens * heads
-        out = out.unflatten(2, (-1, packed)).transpose(2, 3).flatten(1, 2)
-        lse = None if lse is None else lse.unflatten(2, (-1, packed)).transpose(2, 3).flatten(1, 2)
     if cu_seqlens_q is not None:
         out, lse = out[0].transpose(0, 1).contiguous(), None if lse is None else lse[0]
     return out if lse is None else (out, lse)
@@ -165,7 +165,7 @@ def _decode(args: CacheArgs, indices: Tensor, block_size: int) -> tuple[Tensor, 
 def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k) -> AttentionArgs:
     """The same as a call of block_sparse_attention, of packed sequences with B of 1.
 
-    Heads that have a list in common become rows, unless they have sinks, which the kernels read by head.
+    Heads that have a list in common become rows (rows.py), unless they have sinks, which the kernels read by head.
     """
     if cu_seqlens_q is not None:
         q, k, v, indices = *(t.transpose(0, 1)[None] for t in (q, k, v)), indices[None]
@@ -175,7 +175,6 @@ def _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_
         if heads % kv_heads:
             raise ValueError(f"{OP}: the heads of q must be a multiple of those of k, got {heads} and {kv_heads}")
         packed = heads // kv_heads
-        q = q.unflatten(1, (kv_heads, packed)).transpose(2, 3).flatten(2, 3)
     mask = SelectedBlocks(lists, block_size, causal, packed, cu_seqlens_q, cu_seqlens_k)
     return AttentionArgs(q, k, v, block_mask=mask)
 
@@ -194,7 +193,8 @@ def _plan(
     check(q, k, v, indices, block_size, causal, softcap, scale, return_lse, sinks, cu_seqlens_q, cu_seqlens_k)
     args = _block_sparse(q, k, v, indices, block_size, causal, sinks, cu_seqlens_q, cu_seqlens_k)
     terms = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "sinks": sinks}
-    return dispatch.plan_attention(args._replace(**terms, **options))
+    args = args._replace(**terms, **options)
+    return dispatch.plan_attention(args if gathered(args) else in_rows(args, kernel=False))
 
 
 explains(selected_attention, _plan)

@@ -1,13 +1,22 @@
 """The lists of select_blocks: an indexer's scores of KV blocks, and the exact top k of them.
 
-Torch ops without synchronization, in parts of the rows that bound the memory.
+Without synchronization, in parts of the rows that bound the memory: torch ops, or on a GPU the kernels of selection/.
 """
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from cute_kernels.runtime.device import plans_kernel
+
+from .pooling import averaged, largest
+from .selection.config import VECTOR
+from .selection.dispatch import facts_of, top_blocks
+from .selection.score_config import TILE
+from .selection.scores import scores_of
+
 CHUNK = 2**28  # bytes of scores and keys that are held together
+PART = 2**29  # bytes of scores that kernels write and read at a time
 LEAST = -(2**63)
 LARGEST = (2**31 - 1) << 32
 
@@ -15,6 +24,10 @@ LARGEST = (2**31 - 1) << 32
 def lists_of(q_index, k_index, top, block_size, causal, local, initial, pool, activation, groups) -> Tensor:
     """select_blocks without checks: (B, Sq, groups, top)."""
     with torch.autocast(q_index.device.type, enabled=False):
+        blocks = -(-k_index.shape[2] // block_size)
+        if plans_kernel(q_index.device) and (facts := facts_of(q_index.get_device(), blocks, top)) is not None:
+            terms = top, block_size, causal, local, initial, pool, activation, groups
+            return _lists_on_gpu(facts, q_index, k_index, *terms)
         return _lists_of(q_index, k_index, top, block_size, causal, local, initial, pool, activation, groups)
 
 
@@ -24,28 +37,52 @@ def _lists_of(q_index, k_index, top, block_size, causal, local, initial, pool, a
     found = torch.full((batch, rows, groups, top), -1, dtype=torch.int32, device=q_index.device)
     if 0 not in (*found.shape, columns):
         q = q_index.unflatten(1, (groups, heads // groups))  # (B, G, heads of a group, Sq, D)
-        k = k_index.float()
-        if pool == "mean":
-            k = _averaged(k, block_size)
+        k = (averaged(k_index, block_size) if pool == "mean" else k_index).float()
         part = max(1, CHUNK // (batch * (4 * heads * k.shape[2] + 32 * groups * blocks)))
         for begin in range(0, rows, part):
             end = min(begin + part, rows)
             position = torch.arange(begin, end, device=q.device)[:, None] + (columns - rows if causal else columns)
             score = _scores(q[:, :, :, begin:end].float(), k, activation)  # (B, G, rows of this part, keys or blocks)
             if pool == "max":
-                score = _largest(score, position, block_size, causal)
+                score = largest(score, position, block_size, causal)
             key = _keys(score, position, columns, block_size, causal, local, initial, pool == "mean")
             found[:, begin:end, :, : min(top, blocks)] = _best(key, top)
     return found
 
 
-def lists_of_scores(score: Tensor, position: Tensor, columns: int, top, block_size, local, initial) -> Tensor:
+def _lists_on_gpu(facts, q_index, k_index, top, block_size, causal, local, initial, pool, activation, groups) -> Tensor:
+    (batch, _, rows), columns = q_index.shape[:3], k_index.shape[2]
+    found = torch.empty((batch, rows, groups, top), dtype=torch.int32, device=q_index.device)
+    if found.numel() == 0 or columns == 0:
+        return found.fill_(-1)
+    scores = scores_of(q_index, k_index, block_size, causal, pool, activation, groups)
+    part = max(1, PART // scores.bytes_per_row)
+    part = part // TILE * TILE or part
+    for begin in range(0, rows, part):
+        end = min(begin + part, rows)
+        terms = scores.first + begin, columns, block_size, local, initial, causal, pool == "mean"
+        top_blocks(facts, scores.compute(begin, end), found[:, begin:end], *terms)
+    return found
+
+
+def lists_of_scores(
+    score: Tensor, position: Tensor, columns: int, top, block_size, local, initial, first: int | None = None
+) -> Tensor:
     """Causal lists (B, rows, groups, top) from FP32 scores of blocks (B, groups, rows, blocks).
 
     Args:
         position: (rows, 1) int64 positions of the rows among `columns` keys.
         local, initial: see select_blocks.
+        first: position of the first row, if those of the others follow. Then a kernel selects on a GPU.
     """
+    if first is not None and plans_kernel(score.device) and score.numel() > 0:
+        if (facts := facts_of(score.get_device(), score.shape[3], top)) is not None:
+            found = torch.empty(
+                score.shape[0], score.shape[2], score.shape[1], top, dtype=torch.int32, device=score.device
+            )
+            score = nnf.pad(score.float(), (0, -score.shape[3] % VECTOR)).contiguous()
+            top_blocks(facts, score, found, first, columns, block_size, local, initial, True, False)
+            return found
     index = _best(_keys(score, position, columns, block_size, True, local, initial, whole=False), top)
     return nnf.pad(index, (0, top - index.shape[-1]), value=-1)
 
@@ -63,22 +100,6 @@ def _scores(q: Tensor, k: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return q.sum(2) @ k.mT
     return torch.relu(q @ k[:, :, None].mT).sum(2)
-
-
-def _averaged(k: Tensor, block_size: int) -> Tensor:
-    """Mean over each block, (B, heads, blocks, D); the last block may be shorter."""
-    columns, past = k.shape[2], -k.shape[2] % block_size
-    total = nnf.pad(k, (0, 0, 0, past)).unflatten(2, (-1, block_size)).sum(3)
-    ends = (torch.arange(total.shape[2], device=k.device) + 1) * block_size
-    return total / (block_size - (ends - columns).clamp(min=0))[:, None]
-
-
-def _largest(score: Tensor, position: Tensor, block_size: int, causal: bool) -> Tensor:
-    """Largest score of the keys of each block, up to the position if causal."""
-    columns = score.shape[-1]
-    if causal:
-        score = score.masked_fill(torch.arange(columns, device=score.device) > position, float("-inf"))
-    return nnf.pad(score, (0, -columns % block_size), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
 
 
 def _keys(score: Tensor, position, columns, block_size, causal, local, initial, whole: bool) -> Tensor:

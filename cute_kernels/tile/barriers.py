@@ -99,11 +99,12 @@ class Arrivals:
     groups: int = 1  # consumer groups
     sharers: int = 1  # CTAs whose consumers release the stage
     others: int = 0  # warps of the producers' warpgroup that also read a stage
+    filling: int | None = None  # threads per producer warp that arrive; None: as many as of the consumers
 
     @property
     def full(self) -> int:
         """Arrivals that fill a stage."""
-        return self.producers * self.threads
+        return self.producers * (self.filling or self.threads)
 
     @property
     def empty(self) -> int:
@@ -133,7 +134,8 @@ def check_arrivals(kernel: str, cta_threads: int, cluster: int, arrivals: dict[s
                 f"{where}: {each.others} other warps read a stage; {producers - each.producers} of {producers} "
                 "producer warps do not fill it"
             )
-        if each.threads not in (1, WARP):
-            raise ValueError(f"{where}: {each.threads} threads of a warp arrive; it must be 1 or {WARP}")
+        for threads in (each.threads, each.filling or 1):
+            if threads not in (1, WARP):
+                raise ValueError(f"{where}: {threads} threads of a warp arrive; it must be 1 or {WARP}")
         if not 0 < each.sharers <= cluster:
             raise ValueError(f"{where}: {each.sharers} CTAs release a stage; the cluster has {cluster}")

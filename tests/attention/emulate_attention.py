@@ -9,12 +9,17 @@ import torch
 
 import attention.dispatch as eager
 import attention.gradients  # noqa: F401 (what it imports of plan must not be what `install` puts there)
+import attention.masks.transposed.dispatch as transposed
 import attention.operands  # noqa: F401
 import attention.plan as plan
 import attention.selected.decode.dispatch as selected
-from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts
+import attention.selected.tables.dispatch as tables
+import attention.selected.unions.dispatch as unions
+from attention.forward.config import SCALE_TOKENS, FlashFacts, Float8Facts, GatherFacts
 from attention.forward.fp8.transposed_values import KEYS, place_of
 from attention.reference import spans_of
+from attention.selected.rows import as_heads, as_rows
+from attention.selected.unions.config import SIDE
 from cute_kernels.arch import ARCHS
 from cute_kernels.dtypes import FLOAT8, NAMES_OF_OPERANDS, TORCH
 from cute_kernels.runtime import families
@@ -23,6 +28,7 @@ from cute_kernels.testing.reference import band_mask
 
 from ..signatures import insist_on_arguments
 from .emulate_blocks import Walked
+from .emulate_tables import EmulatedTables, EmulatedTranspose
 
 LOG2E = plan.LOG2E
 
@@ -272,8 +278,76 @@ class EmulatedBlocks(Walked, EmulatedFlash):
     __init__ = EmulatedFlash.__init__
 
 
+class EmulatedUnions:
+    """The function that stands for the kernel of union tiles."""
+
+    def __init__(self, facts):
+        self.facts = facts
+        EmulatedFlash.built.add(facts.key())
+
+    def __call__(self, indices, blocks, counts, bits, kv_blocks, packed, tokens):
+        insist_on_arguments(self.facts, (indices, blocks, counts, bits, kv_blocks, packed, tokens))
+        facts, (batch, length, groups, _) = self.facts, indices.shape
+        tiles = len(counts) // (batch * groups)
+        for number in range(len(counts)):
+            tile, group = number % tiles, number // tiles
+            first, last = tile * SIDE // packed, min((tile * SIDE + SIDE - 1) // packed, length - 1)
+            lists = indices[group // groups, first : last + 1, group % groups].tolist()
+            own = [{n for n in row if 0 <= n < kv_blocks} for row in lists]
+            union = sorted(set().union(*own))
+            used = -(-len(union) // facts.per_step) * facts.per_step
+            counts[number] = len(union)
+            blocks[number, :used] = torch.tensor(union + union[-1:] * (used - len(union)), dtype=torch.int32)
+            member = torch.tensor([[n in row for row in own] for n in union], dtype=torch.int64).view(-1, len(own))
+            member = torch.nn.functional.pad(member, (0, tokens - len(own), 0, used - len(union)))
+            words = (member.view(-1, facts.per_word, tokens) << torch.arange(facts.per_word)[:, None]).sum(1)
+            bits[number, : words.numel()] = words.flatten().to(torch.int32)
+
+
+class EmulatedGather(EmulatedFlash):
+    """The same of the kernel that gathers KV tiles; it reads the bits of each step as the kernel does."""
+
+    def __call__(self, q, k, v, out, lse, sinks, cu_q, cu_k, tables, score, *more):
+        facts = self.facts
+        insist_on_arguments(facts, (q, k, v, out, lse, sinks, cu_q, cu_k, tables, score, *more))
+        assert cu_q is None and cu_k is None and score is None
+        scale_log2, softcap, left, right, _ = self.scalars(*more)
+        self.insist(q, k, v, out, lse, softcap, left, right)
+        union, counts, bits, tokens, packed = tables
+        size, q, cols = facts.block_size, as_rows(q, packed), k.shape[2]
+        per_word, rows = min(SIDE // size, 32), q.shape[2]
+        found, logs = torch.empty(*q.shape[:3], v.shape[3], dtype=out.dtype), torch.empty(q.shape[:3])
+        for b, h in itertools.product(range(len(q)), range(q.shape[1])):
+            for tile in range(counts.shape[2]):
+                place = b, min(h, counts.shape[1] - 1), tile
+                row = torch.arange(tile * SIDE, min(rows, tile * SIDE + SIDE))
+                token = row // packed
+                key = torch.arange(-(-int(counts[place]) * size // facts.config.tile_n) * facts.config.tile_n)
+                block = key // size
+                words = bits[place][block // per_word * tokens + (token - tile * SIDE // packed)[:, None]]
+                position = union[place][block].long() * size + key % size
+                seen = (words >> (block % per_word) & 1 != 0) & (position < cols)
+                if facts.causal:
+                    seen &= position <= token[:, None] + cols - rows // packed
+                keys, values = (t[b, h, position.clamp(max=cols - 1)].float() for t in (k, v))
+                scores = q[b, h, row].float() @ keys.mT
+                scores = 1 - 2 / (1 + torch.exp2(scores * softcap)) if facts.softcap else scores
+                scores = scores.masked_fill(~seen, -math.inf) * scale_log2
+                if sinks is not None:  # one more column
+                    sink = sinks.float()[h * packed + row % packed, None] * LOG2E
+                    scores = torch.cat([scores, sink], 1)
+                log2 = (scores / LOG2E).logsumexp(-1, keepdim=True) * LOG2E
+                p = torch.exp2(scores[:, : len(key)] - log2).masked_fill(~seen, 0.0)
+                found[b, h, row], logs[b, h, row] = (p @ values).to(out.dtype), log2[:, 0] / LOG2E
+        out.copy_(as_heads(found, packed))
+        if lse is not None:
+            lse.copy_(as_heads(logs, packed))
+
+
 def of_forward(facts):
     """The function that replaces the forward kernel of these facts."""
+    if isinstance(facts, GatherFacts):
+        return EmulatedGather(facts)
     if isinstance(facts, Float8Facts):
         return EmulatedFloat8(facts)
     return (EmulatedFlash if facts.blocks is None else EmulatedBlocks)(facts)
@@ -284,15 +358,22 @@ KINDS = {
     "FP8 values": EmulatedValues,
     "decode": EmulatedDecode,
     "selected decode": EmulatedSelectedDecode,
+    "union tiles": EmulatedUnions,
+    "selected tables": EmulatedTables,
+    "transposed lists": EmulatedTranspose,
 }
 
 
 def install(monkeypatch, arch: str = "sm_90", sms: int = 132) -> None:
     """From here on, CPU calls of attention are planned and launched as on a GPU of `arch`."""
     monkeypatch.setattr(plan, "has_kernel", lambda tensor: True)
-    monkeypatch.setattr(plan, "device_arch", lambda index: (ARCHS[arch], sms))
+    for module in (plan, tables, transposed):
+        monkeypatch.setattr(module, "device_arch", lambda index: (ARCHS[arch], sms))
     monkeypatch.setattr(eager, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(selected, "_PLANS", PlanCache(operands=3))
     monkeypatch.setattr(EmulatedFlash, "built", set())
     other = families.function_for
-    monkeypatch.setattr(families, "function_for", lambda facts: KINDS.get(facts.family, other)(facts))
+    function_for = lambda facts: KINDS.get(facts.family, other)(facts)  # noqa: E731
+    monkeypatch.setattr(families, "function_for", function_for)
+    monkeypatch.setattr(unions, "function_for", function_for)
+    monkeypatch.setattr(unions, "device_arch", lambda index: (ARCHS[arch], sms))

@@ -1,14 +1,18 @@
 """select_blocks against loops over tokens and blocks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from attention import select_blocks, selected_attention
-from cute_kernels.testing.reference import normal
+from cute_kernels.testing.reference import normal, poisoned_empty
 
+from ..emulator.ops import needs_compiler, on_emulator
 from .parts import captured, nothing_waits
 
-PLACES = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+EMULATED = [pytest.param(arch, marks=[needs_compiler, getattr(pytest.mark, arch)]) for arch in ("sm_80", "sm_90")]
+PLACES = pytest.mark.parametrize("where", ["cpu", *EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)])
 INF = float("inf")
 
 
@@ -20,12 +24,12 @@ def indexer(Sq, Sk, heads=4, k_heads=1, D=16, B=2, device="cpu") -> tuple:
 
 def plainly(q, k, top, block_size, *, causal=False, local=0, initial=0, pool="mean", activation=None, groups=None):
     """The lists, one token after another."""
-    q, k, lists = q.cpu().double(), k.cpu().double(), groups or 1
+    dtype, q, k, lists = q.dtype, q.cpu().double(), k.cpu().double(), groups or 1
     (B, heads, rows, _), columns = q.shape, k.shape[2]
     k = k.expand(-1, lists, -1, -1)
     blocks = [k[:, :, i : i + block_size] for i in range(0, columns, block_size)]
     if pool == "mean":
-        k = torch.stack([block.mean(2) for block in blocks], 2)
+        k = torch.stack([block.mean(2).to(dtype).double() for block in blocks], 2)  # rounded, as documented
     found = torch.full((B, rows, lists, top), -1, dtype=torch.int32)
     for b in range(B):
         for g in range(lists):
@@ -61,10 +65,12 @@ CASES = {
 @PLACES
 @pytest.mark.parametrize("name", CASES)
 def test_lists(where, name, monkeypatch):
-    monkeypatch.setattr("attention.selected.top_blocks.CHUNK", 40_000)  # several parts
+    for limit in ("CHUNK", "PART"):
+        monkeypatch.setattr(f"attention.selected.top_blocks.{limit}", 40_000)  # several parts
     lengths, shape, sizes, terms = CASES[name]
-    q, k = indexer(*lengths, **shape, device=where)
-    found = select_blocks(q, k, *sizes, **terms)
+    q, k = indexer(*lengths, **shape, device=where if where == "cuda" else "cpu")
+    with on_emulator(where) if where.startswith("sm_") else nullcontext(), poisoned_empty():
+        found = select_blocks(q, k, *sizes, **terms)
     assert found.dtype is torch.int32 and torch.equal(found.cpu(), plainly(q, k, *sizes, **terms))
 
 

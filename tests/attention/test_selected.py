@@ -323,7 +323,7 @@ def test_lists_are_read_in_parts(monkeypatch):
 
 def test_the_mask_is_traced_once(monkeypatch):
     """For all lists and lengths, since each call has new tensors. Causal lengths do if they differ alike."""
-    monkeypatch.setattr(blocks, "_PROGRAMS", {})
+    monkeypatch.setattr(element_mask, "_PROGRAMS", {})
     sizes = (90, 300, 1), (90, 300, 1), (40, 250, 2), (33, 300, 1)
     causal, plain = ([call_of(*n, 4, 20, groups=2, B=B) for *n, B in of] for of in (sizes[:3], sizes))
     packed = [packed_call(rows, (77, 13), 4, 6) for rows in ((60, 9), (50, 19), (50, 9))]
@@ -334,7 +334,7 @@ def test_the_mask_is_traced_once(monkeypatch):
             check(*call)
         for call, cu in packed[part]:
             check(*call, causal=True, **cu)
-        assert len(blocks._PROGRAMS) == 3
+        assert len(element_mask._PROGRAMS) == 3
         monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
 
 

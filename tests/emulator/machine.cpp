@@ -25,6 +25,9 @@ void async_reads(Warp& w, Cta& cta, u32 address, u32 bytes) {
         if (cta.writer[g])
             fail("the asynchronous proxy reads shared memory at 0x", std::hex, g * GRANULE, std::dec, ", which warp ",
                  cta.writer[g] - 1, " wrote without a fence.proxy.async after it");
+        else if (cta.copied[g] > w.fenced)
+            fail("the asynchronous proxy reads shared memory at 0x", std::hex, g * GRANULE, std::dec, ", which a "
+                 "cp.async wrote, without a fence.proxy.async of the warp that reads it or that copied it");
 }
 
 // -- copies that a thread waits for ------------------------------------------------------------------------------
@@ -47,6 +50,12 @@ void wait_copies(Warp& w, std::deque<Copy>& copies, const u64* group, u32 mask, 
     auto done = [](const Copy& c) { return !c.write; };
     copies.erase(std::remove_if(copies.begin(), copies.end(), done), copies.end());
     w.cta->machine->event();
+}
+
+void finish_copies_before(Warp& w, int lane, u64 number) {
+    for (Copy& c : w.async_copies) if (c.lane == lane && c.number < number) finish(c);
+    auto done = [](const Copy& c) { return !c.write; };
+    w.async_copies.erase(std::remove_if(w.async_copies.begin(), w.async_copies.end(), done), w.async_copies.end());
 }
 
 // One of what may happen at any time: of all copies into shared memory, or of what the warp has started.
@@ -117,7 +126,7 @@ void Machine::run_warp(Warp& w, int budget) {
                 continue;
             }
             if (mask) {
-                u32 all = i.masked ? w.live & src<u32>(w, i, int(i.op.size()) - 1)[0] : w.live;
+                u32 all = i.masked ? w.live & src<u32>(w, i, int(i.op.size()) - 1)[__builtin_ctz(mask)] : w.live;
                 if (i.together && (mask & all) != all) {  // others of the warp are still to come
                     w.blocked |= group;
                     EACH_LANE(l, group) w.pc[l] = first;
@@ -196,7 +205,8 @@ void Machine::start_cluster(u64 number) {
         for (int k = 0; k < 3; k++) cta->index[k] = u32(at[k]) * cluster_shape[k] + in[k];
         cta->shared.assign(SHARED_BASE + program->static_shared + dynamic_shared + 16, 0xff);
         cta->shared.resize(SHARED_BASE + program->static_shared + dynamic_shared);
-        for (auto* each : {&cta->writer, &cta->witness}) each->assign(cta->shared.size() / GRANULE + 2, 0);
+        for (auto* each : {&cta->writer, &cta->witness, &cta->copier}) each->assign(cta->shared.size() / GRANULE + 2, 0);
+        cta->copied.assign(cta->shared.size() / GRANULE + 2, 0);
         cta->live_threads = threads;
         cluster->live_threads += threads;
         for (u32 n = 0; n < threads / LANES; n++) {

@@ -99,6 +99,11 @@ struct Cta {
     // By granule: 1 + the warp whose write no proxy fence of its own has followed; and 1 + one that has written the
     // same once more, whose fence does as well.
     std::vector<u8> writer, witness;
+    // By granule: the number of the cp.async that wrote it last, 0 if a proxy fence of its warp has followed; and that
+    // warp, plus 1.
+    std::vector<u64> copied;
+    std::vector<u8> copier;
+    u64 copies = 0;                          // cp.async that have landed
     std::map<u32, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<std::unique_ptr<Warp>> warps;
@@ -117,6 +122,7 @@ struct Copy {
     u64 group;                               // the lane's group that it belongs to
     bool read_done = false;
     std::function<void()> read, write;
+    u64 number = 0;                          // of a cp.async: Warp::async_count before it
 };
 
 struct WgmmaCall {
@@ -137,6 +143,7 @@ struct Warp {
     u32 cluster_arrived = 0;
     u64 async_group[LANES] = {}, bulk_group[LANES] = {};
     std::deque<Copy> async_copies, bulk_copies;
+    u64 async_count = 0, fenced = 0;         // cp.async begun; Cta::copies at the last proxy fence
     std::deque<WgmmaCall> wgmmas;
     u64 wgmma_group = 0;
     // By register row: 1 + the group of a WGMMA not yet waited for, of which it is an accumulator, or part of A; and
@@ -181,6 +188,7 @@ void complete_tx(Cta& cta, u32 address, i64 bytes);
 void land_one_wgmma(Warp& w);                                         // computes the oldest one in flight
 void wait_copies(Warp& w, std::deque<Copy>& copies, const u64* group, u32 mask, u64 left, bool only_reads);
 void finish_copy(std::deque<Copy>& copies, size_t index);
+void finish_copies_before(Warp& w, int lane, u64 number);             // a lane's cp.async
 inline u64 shared_address(const Cta& cta, u32 offset) { return (u64(cta.rank + 1) << 24) | offset; }
 
 template <class T> constexpr u32 constant_part() { return sizeof(T) == 8 ? 0 : sizeof(T) == 4 ? 256 : 384; }

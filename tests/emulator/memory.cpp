@@ -180,11 +180,31 @@ Step cp_async(Warp& w, const Ins& i, u32 m) {
             machine.check_global(from, valid, "a cp.async");
         }
         memset(at, 0xff, bytes);  // it may land at any time, and until then nobody may read what was there
-        auto write = [at, from, bytes, valid] {
+        Cta* cta = w.cta;
+        u8 me = u8(w.number + 1);
+        auto write = [at, from, bytes, valid, cta, me] {
             memset(at, 0, bytes);
             if (valid) memcpy(at, (const void*)from, valid);
+            size_t g = (at - cta->shared.data()) / GRANULE;
+            cta->copied[g] = ++cta->copies, cta->copier[g] = me;
         };
-        w.async_copies.push_back({l, w.async_group[l], true, nullptr, write});
+        w.async_copies.push_back({l, w.async_group[l], true, nullptr, write, w.async_count});
+    }
+    w.async_count++;
+    return DONE;
+}
+
+// Arrives at an mbarrier when all cp.async that the lane has begun have landed, and no sooner than that.
+Step cp_async_arrive(Warp& w, const Ins& i, u32 m) {
+    EACH_LANE(l, m) {
+        u32 at = u32(get_int(w, i, 0, l) + i.offset[0]);
+        Cta* cta;
+        shared_at(w, at, 8, 8, &cta);
+        u64 number = w.async_count;
+        w.cta->machine->later.push_back([&w, cta, at, l, number] {
+            finish_copies_before(w, l, number);
+            arrive(w, *cta, at & 0xffffff, 1, 0);
+        });
     }
     return DONE;
 }
@@ -307,6 +327,8 @@ void add_memory(Table& t) {
     for (const char* kind : {"ca", "cg"})
         for (const char* space : {"shared", "shared::cta"})
             t[std::string("cp.async.") + kind + "." + space + ".global"] = {cp_async};
+    for (const char* space : {"", ".shared", ".shared::cta"})
+        t[std::string("cp.async.mbarrier.arrive.noinc") + space + ".b64"] = {cp_async_arrive};
     t["cp.async.commit_group"] = {cp_async_commit};
     t["cp.async.wait_group"] = t["cp.async.wait_all"] = {cp_async_wait};
     t["vprintf"] = {print};

@@ -244,8 +244,11 @@ Step branch(Warp&, const Ins&, u32) { return DONE; }  // run_warp does it
 Step fence_proxy(Warp& w, const Ins&, u32) {
     Cta& c = *w.cta;
     u8 me = u8(w.number + 1);
-    for (size_t g = 0; g < c.writer.size(); g++)
+    for (size_t g = 0; g < c.writer.size(); g++) {
         if (c.writer[g] == me || c.witness[g] == me) c.writer[g] = c.witness[g] = 0;
+        if (c.copier[g] == me) c.copied[g] = 0;
+    }
+    w.fenced = c.copies;
     return DONE;
 }
 

@@ -1,0 +1,21 @@
+"""Averages of an indexer's keys, and maxima of its scores, over KV blocks."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+
+def averaged(k: Tensor, block_size: int) -> Tensor:
+    """Mean over each block in FP32, rounded to k's dtype, (B, heads, blocks, D); the last block may be shorter."""
+    columns, past = k.shape[2], -k.shape[2] % block_size
+    total = nnf.pad(k, (0, 0, 0, past)).unflatten(2, (-1, block_size)).sum(3, dtype=torch.float32)
+    ends = (torch.arange(total.shape[2], device=k.device) + 1) * block_size
+    return (total / (block_size - (ends - columns).clamp(min=0))[:, None]).to(k.dtype)
+
+
+def largest(score: Tensor, position: Tensor, block_size: int, causal: bool) -> Tensor:
+    """Largest score of the keys of each block, up to the position if causal."""
+    columns = score.shape[-1]
+    if causal:
+        score = score.masked_fill(torch.arange(columns, device=score.device) > position, float("-inf"))
+    return nnf.pad(score, (0, -columns % block_size), value=float("-inf")).unflatten(-1, (-1, block_size)).amax(-1)
