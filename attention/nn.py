@@ -118,6 +118,8 @@ class NativeSparseAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.block_size, self.top, self.initial, self.local = block_size, top, initial, local
         self.compress_size, self.compress_stride, self.window = compress_size, compress_stride, window
+        # Made here, since torch.compile of torch 2.11 does not trace the constructor of a frozen dataclass
+        self.complete = Complete(compress_size, compress_stride)
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q = nn.Linear(dim, heads * head_dim, bias, **kind)
         self.kv = nn.Linear(dim, 6 * kv_heads * head_dim, bias, **kind)  # k and v of each branch
@@ -157,7 +159,7 @@ class NativeSparseAttention(nn.Module):
         (batch, heads, rows, width), columns = q.shape, k.shape[2]
         share, blocks = heads // self.kv_heads, -(-rows // self.block_size)
         overlap = self._overlap(columns, blocks, q.device)
-        visible = Complete(self.compress_size, self.compress_stride)
+        visible = self.complete
         key = torch.arange(columns, device=q.device)
         found = []
         part = max(1, CHUNK // max(1, batch * heads * (8 * columns + 32 * blocks)))
@@ -181,7 +183,7 @@ class NativeSparseAttention(nn.Module):
 
     def _visible(self, rows: int, columns: int, device: torch.device) -> BlockMask:
         """The compressed keys that each row attends to."""
-        visible = Complete(self.compress_size, self.compress_stride)
+        visible = self.complete
         first = torch.arange(0, rows, SIDE, device=device)[:, None]
         begin = torch.arange(0, columns, SIDE, device=device)
         some, every = visible(0, 0, first + SIDE - 1, begin), visible(0, 0, first, begin + SIDE - 1)
