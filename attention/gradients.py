@@ -15,7 +15,7 @@ from cute_kernels.runtime.transforms import differentiable_once
 
 from . import dispatch, reference
 from .arguments import VALUES, AttentionArgs
-from .backward.dispatch import backward
+from .backward.dispatch import backward, interleaves
 from .block_sparse import as_block_mask
 from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
@@ -130,6 +130,9 @@ def gradients_of(
         return dq, dk, dv, None if args.sinks is None else gradient_of(args.sinks).zero_()
     if dout is None:
         dout = torch.zeros_like(out)
+    if packed > 1 and has_kernel(q) and interleaves(args, packed, grad_dtype, dq_dtype):
+        args = args._replace(deterministic=in_one_order(args.deterministic))
+        return backward(args, out, lse, dout, dlse, sums, packed_heads=packed)
     if packed > 1:
         out, lse, dout, dlse = (t if t is None else as_rows(t, packed) for t in (out, lse, dout, dlse))
         args = args._replace(q=as_rows(q, packed))

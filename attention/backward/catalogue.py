@@ -4,11 +4,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from cute_kernels.arch import ArchSpec
 
 from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS, SCORES
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import HEAD_DIMS, WIDE
+from ..masks.element_mask import ElementMask, for_kernel, trace_mask
+from ..selected.blocks import SIDE, SelectedBlocks, mask_of
 from .config import BackwardFacts
 from .heuristics import pick
 
@@ -49,6 +53,31 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 yield pick(replace(scored, score=SCORES["bias"].kept_inside, packed=True))
                 yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
         yield pick(BackwardFacts(spec.target, path, None, "float16", 192, 128))
+    if spec.path == "sm_90":
+        yield from selected_kernels(spec)
+
+
+def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
+    """Selected KV blocks: MSA and NSA, a list per query head, and head dimensions with other mainloops."""
+    for dim, dim_v, block_size, packed in (
+        (128, 128, 128, 16),
+        (128, 128, 64, 16),
+        (128, 128, 128, 1),
+        (64, 64, 64, 4),
+        (192, 128, 64, 16),
+    ):
+        blocks = BlockKind(SIDE, SIDE, selected_mask(block_size, packed))
+        plain = BackwardFacts(spec.target, "sm_90", None, "bfloat16", dim, dim_v)
+        yield pick(replace(plain, blocks=blocks, packed_heads=packed))
+
+
+def selected_mask(block_size: int, packed: int) -> ElementMask:
+    """The mask of causal selected KV blocks, of rows that are `packed` heads of each token."""
+    indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="cpu")
+    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 1, (packed, SIDE))
+    if mask.mask_mod is None:
+        raise AssertionError("selected blocks have a mask_mod")
+    return for_kernel(trace_mask(mask.mask_mod, mask.device))[0]
 
 
 def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[BackwardFacts]:

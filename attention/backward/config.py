@@ -9,6 +9,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BlockKind, WindowKind
+from ..masks.element_mask import MemberKind
 from ..masks.score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
@@ -207,6 +208,7 @@ class BackwardFacts:
     score_sums: tuple[int, ...] = ()  # indices of score_mod's captured tensors that need a gradient
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
     grad_dtype: str | None = None  # of dK and dV; None: the operands'
+    packed_heads: int = 1  # query heads of a KV head whose rows are interleaved, with a mask of these rows; sm_90
 
     def key(self) -> str:
         """A text that is the same in every process."""
@@ -220,6 +222,13 @@ class BackwardFacts:
     def element(self) -> Element:
         """Element type of Q, K, V, O and their gradients."""
         return element_of(self.dtype)
+
+    @cached_property
+    def members(self) -> MemberKind | None:
+        """Facts of a mask of selected KV blocks that sm_90's mainloops evaluate by members.py."""
+        mask = None if self.blocks is None else self.blocks.mask
+        special = self.path == "sm_90" and self.score is None and not self.offsets
+        return mask.members if mask is not None and special else None
 
     @cached_property
     def score_reads(self) -> list[Read]:
@@ -264,6 +273,7 @@ class PrepareFacts:
     packed: bool
     sinks: str | None = None  # dtype of sinks that need a gradient; None: no such sinks
     parts: int = 0  # semaphores per query tile; 0 unless deterministic
+    packed_heads: int = 1  # BackwardFacts'
 
     def key(self) -> str:
         return repr(self)
@@ -281,6 +291,7 @@ class ConvertFacts:
     head_dim: int
     packed: bool
     grad_dtype: str | None = None  # of dQ; None: the operands'
+    packed_heads: int = 1  # BackwardFacts'
 
     def key(self) -> str:
         return repr(self)

@@ -11,7 +11,7 @@ from .config import ConvertFacts, overlaps
 from .dq_accum import sums_of
 from .fragments import fragments_of
 from .prepare import place_of
-from .row_tiles import DenseRows, PackedRows
+from .row_tiles import DenseRows, PackedRows, interleaved
 from .store import store_fragment
 
 
@@ -36,7 +36,9 @@ class Convert:
             seqlens = PackedRows(cu_q, cu_q, total, total)
             mdQ = one_item(mdQ, (1, 0, 2))
         else:
-            batch, heads, total, _ = mdQ.shape
+            total = mdQ.shape[2] * self.facts.packed_heads
+            mdQ = interleaved(mdQ, self.facts.packed_heads)
+            batch, heads, _, _ = mdQ.shape
             seqlens = DenseRows(total, total)
         tiles = dq.shape[0] // (batch * heads)
         self.kernel(dq, seqlens, mdQ, scale).launch(
@@ -51,7 +53,7 @@ class Convert:
             cute.arch.griddepcontrol_wait()  # for dq_accum
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
-        tile, h, b = place_of(number, mdQ.shape, cute.arch.grid_dim()[0])
+        tile, h, b = place_of(number, mdQ.shape[:2], cute.arch.grid_dim()[0])
         at = dq.iterator.toint() + Int64(number) * (sums.size * 4)
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.config.tile_m)
@@ -59,7 +61,8 @@ class Convert:
         acc = self.load(at, tidx)
         acc.store(acc.load() * scale)
         row, column, tiles_m = fragments_of(facts.path, facts.config, facts.head_dim).begin(tidx)
-        gdQ = cute.domain_offset((seqlen.q0, column), mdQ[seqlen.b, h, None, None])
+        gdQ = mdQ[seqlen.b, h, None, None]
+        gdQ = cute.domain_offset((seqlen.q0 if const_expr(facts.packed_heads == 1) else (0, 0), column), gdQ)
         store_fragment(acc, gdQ, tile * facts.config.tile_m + row, seqlen.rows, tiles_m)
 
     def load(self, at, tidx) -> cute.Tensor:

@@ -34,6 +34,7 @@ from .problem import bytes_of_a_row
 from .row_tiles import tiles_of_a_head
 
 OP = "attention's backward"
+PIECE = 32  # fewest rows of Q that a TMA copy has
 OFFSETS = 5  # index of (q_offset, k_offset) in BackwardPlan.scalars
 _PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
 
@@ -62,6 +63,7 @@ def backward(
     sums: dict[int, Tensor] | None = None,
     grad_dtype: torch.dtype | None = None,
     dq_dtype: torch.dtype | None = None,
+    packed_heads: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dQ, dK, dV, dsinks) for CUDA tensors, with the shapes and dtypes of q, k, v and sinks; dK and dV have
     grad_dtype if it is not None, dQ dq_dtype or, if that is None, grad_dtype.
@@ -72,6 +74,7 @@ def backward(
         dout: the gradient of out, with its shape and any strides. It is copied if TMA cannot read it.
         dlse: the gradient of lse, FP32, or None.
         sums: FP32 accumulators of the gradients of tensors that score_mod captures, by index.
+        packed_heads: query heads whose rows are interleaved in the mask's scores, see interleaves.
     """
     (q, k, v), sinks, mask, score = args[:3], args.sinks, args.block_mask, args.score_mod
     cu_seqlens: Any = (args.cu_seqlens_q, args.cu_seqlens_k)
@@ -88,7 +91,7 @@ def backward(
     kind, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if args.causal else mask
-        element, reads = element_of(mask, q.shape[0], q.shape[1], offsets)
+        element, reads = element_of(mask, q.shape[0], q.shape[1] // packed_heads, offsets)
         kind = BlockKind(mask.blocksize[0], mask.blocksize[1], element)
     packed, mod = args.packed, None
     slots: tuple = ()
@@ -100,11 +103,11 @@ def backward(
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
     values: Any = args[VALUES]
-    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, forced_path()
+    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
-        facts = {"blocks": kind, "score": mod, "score_sums": slots}
+        facts = {"blocks": kind, "score": mod, "score_sums": slots, "packed_heads": packed_heads}
         make = partial(plan_backward, args, dout, out, facts, dlse is not None, grad_dtype, dq_dtype)
         plan = _PLANS.checked(OP, key, tensors, None, make)
     gradients = [plan.new(*layout) for layout in plan.gradients]
@@ -123,7 +126,10 @@ def backward(
         order = *order, zeros(device, 1, torch.int32)  # the tile counter
     blocks = None
     if mask is not None:
-        listed = ranks_of(mask) if plan.facts.deterministic else kv_order(mask, q.shape, k.shape[1], plan.facts)
+        if plan.facts.deterministic:
+            listed = ranks_of(mask)
+        else:
+            listed = kv_order(mask, rows_of(q, packed_heads), k.shape[1], plan.facts)
         blocks = *lists_of(mask), listed, *reads
     sink_sums: Any = None
     if sinks is not None:
@@ -182,7 +188,7 @@ def plan_backward(
     if args.packed:
         (length, heads, _), items, cols = q.shape, 1, len(k)
     else:
-        items, heads, length, _ = q.shape
+        items, heads, length = rows_of(q, score_and_mask["packed_heads"])
         cols = k.shape[2]
     sequences, block_q = len(cu_q) - 1 if args.packed else None, None if kind is None else kind.block_q
     plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
@@ -205,6 +211,21 @@ def plan_backward(
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts, None if dq_dtype is None else NAMES[dq_dtype]))
     return plan
+
+
+def interleaves(args: AttentionArgs, packed_heads: int, *dtypes: torch.dtype | None) -> bool:
+    """True if the kernels read and write rows that are `packed_heads` heads of each token where they are: row r of head
+    h is of token r // packed_heads and head h * packed_heads + r % packed_heads. dtypes: other than q's, of gradients.
+    """
+    spec, _ = device_arch(args.q.get_device())
+    plain = args.score_mod is None and args.sinks is None and not args.packed and not any(dtypes)
+    return plain and PIECE % packed_heads == 0 and path_of(OP, spec) == "sm_90"
+
+
+def rows_of(q: Tensor, packed_heads: int) -> tuple[int, int, int]:
+    """(B, H, rows) of the scores of q (B, H, Sq, D)."""
+    batch, heads, rows, _ = q.shape
+    return batch, heads // packed_heads, rows * packed_heads
 
 
 def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor | None:
@@ -247,8 +268,8 @@ def ranks_of(mask) -> Tensor:
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
-    """The order in which KV tiles are started, int32, cached; see problem.OrderedKvScheduler. shape: Q's."""
-    batch, heads, rows, _ = shape
+    """The order in which KV tiles are started, int32, cached; see problem.OrderedKvScheduler. shape: rows_of(q)."""
+    batch, heads, rows = shape
     per_head, tile_n = heads // heads_kv, facts.config.tile_n
     l2_heads = heads_in_l2(rows, bytes_of_a_row(facts) * per_head)
 

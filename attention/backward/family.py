@@ -88,7 +88,11 @@ class FlashBackward(Family):
         if facts.blocks:
             mask = facts.blocks.mask
             kind = "" if mask is None else f" mask of {len(mask.tensors)} tensors" if mask.tensors else " mask"
+            if facts.members:
+                kind = f" selected blocks of {facts.members.block_size}, {facts.members.packed} rows a token"
             features.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
+        if facts.packed_heads > 1:
+            features.append(f"{facts.packed_heads} heads in place")
         return {
             "path": facts.path,
             "configuration": str(facts.config),
@@ -125,6 +129,7 @@ class BackwardPrepare(Family):
     def describe(self, facts: PrepareFacts) -> dict[str, str]:
         switches: dict[str, Any] = {"of LSE, too": facts.lse_gradient, "packed": facts.packed}
         switches |= {f"sinks {short(facts.sinks)}": facts.sinks, f"{facts.parts} semaphores": facts.parts}
+        switches |= {f"{facts.packed_heads} heads in place": facts.packed_heads > 1}
         features = [text for text, enabled in switches.items() if enabled]
         return {
             "configuration": f"rows of {facts.tile_m}",
@@ -162,19 +167,20 @@ class BackwardConvert(Family):
             "configuration": str(facts.config),
             "problem": f"dQ D {facts.head_dim}",
             "operands": short(facts.dtype) + (f" to {short(facts.grad_dtype)}" if facts.grad_dtype else ""),
-            "epilogue": "packed" if facts.packed else "",
+            "epilogue": "packed" if facts.packed else f"{facts.packed_heads} heads in place" * (facts.packed_heads > 1),
         }
 
 
 def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
     """Facts of the prepare kernel that precedes a main kernel."""
     terms = facts.config.tile_m, facts.head_dim, facts.head_dim_v, lse_gradient, facts.packed, sinks
-    return PrepareFacts(facts.arch, facts.dtype, *terms, facts.config.dq_groups if facts.deterministic else 0)
+    parts = facts.config.dq_groups if facts.deterministic else 0
+    return PrepareFacts(facts.arch, facts.dtype, *terms, parts, facts.packed_heads)
 
 
 def convert_of(facts: BackwardFacts, dq_dtype: str | None) -> ConvertFacts:
     """Facts of the convert kernel that follows a main kernel, for a dQ of this dtype."""
-    terms = facts.config, facts.head_dim, facts.packed, dq_dtype
+    terms = facts.config, facts.head_dim, facts.packed, dq_dtype, facts.packed_heads
     return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 
 

@@ -55,6 +55,8 @@ def unsupported(facts: BackwardFacts) -> str | None:
     if blocks is not None and (blocks.block_q % cfg.tile_m or blocks.block_k % cfg.tile_n):
         return f"tiles of {cfg.tile_m}x{cfg.tile_n} do not divide blocks of {blocks.block_q}x{blocks.block_k}"
     if facts.path == "sm_80":
+        if facts.packed_heads > 1:
+            return "rows of several heads have no kernel on the sm_80 path"
         try:
             cfg.warps(facts.head_dim, facts.head_dim_v)
         except ValueError as error:
@@ -67,14 +69,14 @@ def unsupported(facts: BackwardFacts) -> str | None:
 def has_registers_ahead(facts: BackwardFacts) -> bool:
     """True if registers suffice to prefetch scores.
 
-    They do not with a score_mod, nor with an element mask that reads tensors or is combined with a softcap. At head
-    dimension 128 they do not with any element mask, a softcap, or FP32 gradients, which are not packed before the last
-    WGMMAs.
+    They do not with a score_mod, nor with an element mask that reads tensors or is combined with a softcap, unless it
+    is a mask of selected blocks (members.py). At head dimension 128 they do not with any other element mask, a softcap,
+    or FP32 gradients, which are not packed before the last WGMMAs.
     """
     if facts.score is not None:
         return False
     wide = max(facts.head_dim, facts.head_dim_v) == 128
-    if facts.blocks is None or facts.blocks.mask is None:
+    if facts.blocks is None or facts.blocks.mask is None or facts.members:
         return not (wide and (facts.softcap or facts.grad_dtype))
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
 

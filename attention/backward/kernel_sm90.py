@@ -224,6 +224,7 @@ class FlashBackwardSm90:
         self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), *rings)
         for g in cutlass.range(begin, scheduler.qhead_per_kvhead, unroll=1):
             work = self.work_of(g, terms, source, scheduler, seqlen, tile)
+            self.mainloop.prefetch_row(c, work, Int32(g == begin))
             for i in cutlass.range(Int32(g == begin), work.tiles.count, unroll=1):
                 at_q, at = self.mainloop.step(c, work, i, at_q, at, begun)
         steps = self.steps(source, scheduler, seqlen, tile)

@@ -44,6 +44,7 @@ from .config import FP32, BackwardFacts
 from .dq_store import STORE_THREADS, DqStore, DqWork, barrier_offset
 from .fragments import ROWS
 from .mask import mask_elements, mask_window
+from .members import load_words, mask_members
 from .operands_sm90 import Consumer, OperandsSm90
 from .score_mod import add_totals, ds_of, first_indices, inputs_at, no_totals, p_of, times_slope
 
@@ -306,19 +307,35 @@ class MainloopSm90(OperandsSm90):
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
 
     @cute.jit
-    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0):
-        """Apply the softcap, and set masked scores to -inf."""
+    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0, words=None):
+        """Apply the softcap, and set masked scores to -inf. words: load_words' of this unit; None: load them here."""
         row0 = self.first_query(c, number) + unit * self.unit
         scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
             cap_scores(scores, work.softcap)
-        if const_expr(self.facts.blocks is not None):
+        if const_expr(self.facts.members is not None):
+            if const_expr(words is None):
+                words = self.words_of(c, work, row0, const_expr(4 * cute.size(scores, mode=[1])))
+            keys, col = self.keys_of(c, work), work.col0 + self.first_row()
+            mask_members(scores, self.facts.members, words, keys, col, row0, work.seqlen)
+        elif const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
                 tensors = work.source.mask_tensors
                 col = work.col0 + self.first_row()
                 mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
             mask_window(scores, work.source, work.col0 + self.first_row(), row0, work.seqlen)
+
+    def words_of(self, c: Consumer, work: Work, row0: Int32, rows: int) -> list:
+        """Load this lane's words of membership for `rows` rows of scores from row0 on."""
+        first, tensors = self.keys_of(c, work)[0], work.source.mask_tensors
+        return load_words(self.facts.members, rows, tensors, row0, first, work.b, work.h)
+
+    def keys_of(self, c: Consumer, work: Work) -> tuple:
+        """(first, end) of keys in one KV block, to which those of this warpgroup belong."""
+        size = min(self.facts.members.block_size, self.cfg.tile_n)
+        first = work.col0 if size == self.cfg.tile_n else work.col0 + c.group * ROWS
+        return first, first + size
 
     @cute.jit
     def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):

@@ -23,6 +23,7 @@ from ..forward.tile_queue import FIELDS, SLOTS
 from .config import FP32, BackwardFacts
 from .dq_accum import sums_of
 from .fragments import ROWS
+from .members import registers_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Consumer:
     ring_q: Int32  # address of Q's ring
     ring_do: Int32  # address of dO's ring
     sums: Int32  # address of the dQ buffers
+    members: cute.Tensor | None  # members.registers_of, with a mask of selected blocks
 
 
 class OperandsSm90:
@@ -273,4 +275,5 @@ class OperandsSm90:
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
             sums=storage.sums.data_ptr().toint(),
+            members=registers_of(facts, self.units),
         )

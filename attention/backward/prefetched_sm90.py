@@ -35,7 +35,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.barriers import BACKWARD_DS
 from cute_kernels.tile.hopper import WARPGROUP
-from cute_kernels.tile.ptx import compute_all_before_waits
+from cute_kernels.tile.ptx import compute_all_before_waits, integer_after
 
 from ..forward.softmax import exp2
 from .config import BackwardFacts
@@ -92,13 +92,15 @@ class AheadSm90(MainloopSm90):
         self.start_s(c, at_q.index)
         if const_expr(self.v_apart and not self.in_registers[1]):
             c.pipe_v.consumer_wait(at_kv)
+        self.prefetch_row(c, work, Int32(0))
+        self.prefetch_words(c, work, Int32(0))
         for unit in range_constexpr(self.units):
             if const_expr(unit > 0):
                 self.start_s(c, at_q.index, unit)
                 self.store_unit_ds(c, at_q, at, unit - 1, unit > 1)
             lse = self.lse_of(c, at_q.index, unit)
             warpgroup.wait_group(min(unit, 1))
-            self.compute_p(c, work, Int32(0), at_q.index, unit, lse)
+            self.compute_p(c, work, self.tile_of(c, work, Int32(0)), Int32(0), at_q.index, unit, lse)
             self.compute_ds(c, work, at_q, at, unit, unit > 0)
 
     def load_operand(self, mma: cute.TiledMma, place: cute.Tensor, fragment: cute.Tensor):
@@ -121,11 +123,12 @@ class AheadSm90(MainloopSm90):
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, work.tiles.at(i), next_q, following)
         self.start_s(c, next_q.index)
-        lse = self.store_last_ds(c, at_q, at, 1, next_q.index)
+        lse = self.store_last_ds(c, at_q, at, 1, next_q.index, (work, i))
         if const_expr(not self.late_dk):
             self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(1 if self.late_dk else 2)
-        self.compute_p(c, work, i, next_q.index, 0, lse)
+        number = self.tile_of(c, work, i)
+        self.compute_p(c, work, number, i, next_q.index, 0, lse)
         if const_expr(self.late_dk):
             compute_all_before_waits(c.acc_S, c.rows)
             self.start_last_dk(c, at_q, at, begun)
@@ -139,6 +142,7 @@ class AheadSm90(MainloopSm90):
         self.start_dp(c, following.index, 0)
         if const_expr(self.late_dk):
             self.store_dq_accum(c, self.dq_store.buffer_of(at))
+        self.prefetch_row(c, work, i + 1)
         warpgroup.wait_group(1)
         c.pipe_q.consumer_release(at_q)
         self.finish_unit(c, work, next_q, following, 0, True)
@@ -147,7 +151,7 @@ class AheadSm90(MainloopSm90):
             self.store_unit_ds(c, next_q, following, unit - 1, True)
             lse = self.lse_of(c, next_q.index, unit)
             warpgroup.wait_group(1)
-            self.compute_p(c, work, i, next_q.index, unit, lse)
+            self.compute_p(c, work, number, i, next_q.index, unit, lse)
             self.compute_ds(c, work, next_q, following, unit, True)
         return next_q, following
 
@@ -156,7 +160,7 @@ class AheadSm90(MainloopSm90):
         """Finish the last of `steps` tiles, which does not read V, and wait for all WGMMAs."""
         if const_expr(self.v_apart):
             c.pipe_v.consumer_release(at_kv)
-        self.store_last_ds(c, at_q, at, 0, None, steps > 0)
+        self.store_last_ds(c, at_q, at, 0, None, None, steps > 0)
         self.start_last_dk(c, at_q, at, begun)
         warpgroup.wait_group(0)
         if steps > 0:
@@ -179,9 +183,11 @@ class AheadSm90(MainloopSm90):
         """LSE of this thread's columns of a unit's scores, prefetched with late_dk; None: read later."""
         return self.row_fragment(c, stage, 0, unit) if self.late_dk else None
 
-    def compute_p(self, c: Consumer, work: Work, i: Int32, stage: Int32, unit: int, lse):
-        """Compute P from the scores, in place."""
-        self.mask_scores(c, work, i, work.tiles.at(i), unit)
+    def compute_p(self, c: Consumer, work: Work, number, i: Int32, stage: Int32, unit: int, lse):
+        """Compute P from the scores, in place. number: tile_of's."""
+        words = None if number is None else self.prefetched_words(c, unit)
+        number = work.tiles.at(i) if number is None else number
+        self.mask_scores(c, work, i, number, unit, words)
         if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
         else:
@@ -218,10 +224,12 @@ class AheadSm90(MainloopSm90):
         self.start_dk(c, at_q.index, unit, add)
 
     @cute.jit
-    def store_last_ds(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], next_q, there=True):
-        """Store dS of a tile's last unit to shared memory and issue dQ. Returns LSE of the next tile's first unit.
+    def store_last_ds(self, c: Consumer, at_q, at, in_flight: cutlass.Constexpr[int], next_q, place=None, there=True):
+        """Store dS of a tile's last unit to shared memory and issue dQ. Returns LSE of the next tile's first unit, and
+        loads the words of its membership.
 
-        in_flight: WGMMAs issued after dV's. next_q: the next tile's stage of Q; None: no next tile, returns None.
+        in_flight: WGMMAs issued after dV's. next_q, place: the next tile's stage of Q, and its (Work, i); None: no next
+        tile, returns None.
         there: True if there is a tile; otherwise the results are never read.
         """
         warpgroup.wait_group(in_flight)
@@ -233,9 +241,41 @@ class AheadSm90(MainloopSm90):
         self.write_ds(c, self.buffer_of(at), last)
         self.publish()
         lse = None if const_expr(next_q is None) else self.lse_of(c, next_q, 0)
+        if const_expr(place is not None):
+            self.prefetch_words(c, *place)  # after the fence of publish, which waits for loads in flight
         self.wait_for_ds()
         self.start_dq(self.dq_in_dp(c), self.buffer_of(at), 0)
         return lse
+
+    # With a mask of selected blocks, c.members has the row of blocks of the next query tile, and then this lane's words
+    # for each of its units.
+
+    def prefetch_row(self, c: Consumer, work: Work, i: Int32):
+        """Load the row of blocks of a head's query tile i."""
+        if self.facts.members is not None:
+            c.members[0] = work.tiles.partial_row(i)
+
+    def tile_of(self, c: Consumer, work: Work, i: Int32) -> Int32 | None:
+        """prefetched_tile; None with other masks, which read the index where they are applied."""
+        return None if self.facts.members is None else self.prefetched_tile(c, work, i)
+
+    def prefetched_tile(self, c: Consumer, work: Work, i: Int32) -> Int32:
+        """Index of query tile i, whose row of blocks has been loaded."""
+        return c.members[0] * work.tiles.steps + i % work.tiles.steps
+
+    def prefetch_words(self, c: Consumer, work: Work, i: Int32):
+        """Load the words of query tile i, whose row of blocks has been loaded."""
+        if self.facts.members is not None:
+            row0 = self.first_query(c, self.prefetched_tile(c, work, i))
+            for unit in range(self.units):
+                words = self.words_of(c, work, row0 + unit * self.unit, self.unit)
+                for j, word in enumerate(words):
+                    c.members[1 + unit * len(words) + j] = word
+
+    def prefetched_words(self, c: Consumer, unit: int) -> list:
+        """The words of a unit, not used before its scores have been computed: a ballot of them would wait for them."""
+        count = (cute.size(c.members) - 1) // self.units
+        return [integer_after(c.members[1 + unit * count + j], c.acc_S[0]) for j in range(count)]
 
     def start_last_dk(self, c: Consumer, at_q, at, begun: Int32):
         """Issue dK of the last unit of the tile that the ring states at_q and at refer to."""

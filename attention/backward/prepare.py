@@ -59,6 +59,7 @@ class Prepare:
             mdLSE = None if const_expr(mdLSE is None) else one_item(mdLSE, (0, 1))
         else:
             batch, heads, total, _ = mO.shape
+            heads, total = heads // self.facts.packed_heads, total * self.facts.packed_heads
             seqlens = DenseRows(total, total)
         tiles = rows.shape[0] // (batch * heads)
         self.kernel(mO, mdO, mLSE, mdLSE, seqlens, rows, dq, turns, mSinks, sink_sums).launch(
@@ -84,7 +85,9 @@ class Prepare:
             cute.arch.griddepcontrol_launch_dependents()
         tidx = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
-        tile, h, b = place_of(number, mO.shape, cute.arch.grid_dim()[0])
+        packed = const_expr(facts.packed_heads)
+        extents = mO.shape[0], mO.shape[1] // packed
+        tile, h, b = place_of(number, extents, cute.arch.grid_dim()[0])
         if const_expr(facts.packed):
             b, tile = seqlens.find_q(tile, facts.tile_m)
         seqlen = seqlens.rows_of(b)
@@ -100,10 +103,10 @@ class Prepare:
             inside = row < seqlen.rows
             delta, lse = Float32(0.0), Float32.inf
             if inside:
-                delta = self.dot(mO, mdO, (seqlen.b, h, seqlen.q0 + row), tidx % ROW_THREADS)
+                delta = self.dot(mO, mdO, self.place(seqlen, h, row), tidx % ROW_THREADS)
             delta = quad_sum(delta)
             if inside:
-                place = seqlen.b, h, seqlen.q0 + row
+                place = self.place(seqlen, h, row)
                 lse = mLSE[place] * LOG2E
                 if lse == -Float32.inf:
                     lse = Float32.inf  # a fully masked row has P = 0
@@ -123,6 +126,13 @@ class Prepare:
             of_sink = self.sum_of_rows(of_sink)
             if tidx % 32 == 0:
                 sink_sums[number, tidx // 32] = of_sink
+
+    def place(self, seqlen, h: Int32, row: Int32) -> tuple:
+        """(batch, head, row) in O and LSE of a row of head h, or of the heads that it stands for."""
+        packed = self.facts.packed_heads
+        if packed == 1:
+            return seqlen.b, h, seqlen.q0 + row
+        return seqlen.b, h * packed + row % packed, row // packed
 
     @cute.jit
     def zero_sums(self, dq: cute.Tensor, number: Int32, tidx: Int32):
@@ -166,7 +176,7 @@ class Prepare:
 
 
 def place_of(number, shape: tuple, count) -> tuple:
-    """(tile, head, batch) of query tile `number` among the `count` tiles of a tensor (B, H, ..)."""
-    batch, heads, *_ = shape
+    """(tile, head, batch) of query tile `number` among the `count` tiles of (B, H) = shape."""
+    batch, heads = shape
     tiles = count // (batch * heads)
     return number % tiles, number // tiles % heads, number // (tiles * heads)

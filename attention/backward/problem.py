@@ -12,7 +12,7 @@ from ..forward.heuristics import L2_BYTES
 from ..forward.problem import one_item
 from .config import FP32, BackwardFacts
 from .q_tiles import BlockRows, WindowRows
-from .row_tiles import DenseRows, PackedRows, tiles_of_a_head
+from .row_tiles import DenseRows, PackedRows, interleaved, tiles_of_a_head
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def problem_of(
         scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, fit, seqlens=seqlens, tile_n=cfg.tile_n)
         tensors = [one_item(t, (1, 0, 2)) for t in tensors]
     else:
-        (batch, heads, rows, _), (_, heads_kv, cols, _) = mQ.shape, mK.shape
+        tensors = [interleaved(t, facts.packed_heads) if i in (0, 3) else t for i, t in enumerate(tensors)]
+        (batch, heads, _, _), (_, heads_kv, cols, _) = tensors[0].shape, mK.shape
+        rows = mQ.shape[2] * facts.packed_heads
         seqlens = DenseRows(rows, cols, *(offsets or ()))
         fit = heads_in_l2(facts, rows, heads, heads_kv, batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)

@@ -162,6 +162,13 @@ class BlockQTiles:
             row = Int32(self.full_index[(*place, block - self.partial)])
         return row * self.steps + i % self.steps
 
+    def partial_row(self, i) -> Int32:
+        """Row of blocks of the i-th tile, for a mask without full blocks: any number if there is no tile, and past the
+        last one the row of some other tile. See `at` for the addresses."""
+        block = cutlass.max(cutlass.min(i // self.steps, self.blocks - 1), 0)
+        zero = zero_of(block + cute.arch.lane_idx())
+        return Int32(self.partial_index[self.item + zero, self.head + zero, self.column + zero, block])
+
     def turn(self, number) -> Int32:
         """Number of KV tiles before this one that query tile `number` attends to (semaphores.py)."""
         zero = zero_of(number + cute.arch.lane_idx())

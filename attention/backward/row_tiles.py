@@ -28,6 +28,16 @@ def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: i
     return (rows + tile - 1) // tile if sequences is None else rows // tile + sequences + 1
 
 
+def interleaved(tensor: cute.Tensor, packed: int) -> cute.Tensor:
+    """(B, H / packed, (packed, S), D) of (B, H, S, D): row r is of token r // packed and head r % packed. The tensor
+    itself for packed of 1."""
+    if packed == 1:
+        return tensor
+    (batch, heads, rows, width), (b, h, s, d) = tensor.shape, tensor.stride
+    shape, stride = (batch, heads // packed, (packed, rows), width), (b, h * packed, (h, s), d)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
 @dataclass(frozen=True)
 class DenseRows:
     """All batches have the same number of rows and columns."""

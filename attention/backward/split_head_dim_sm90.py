@@ -279,6 +279,7 @@ class SharedColumnsSm90(MainloopSm90):
             ring_q=storage.sQ.data_ptr().toint(),
             ring_do=storage.sdO.data_ptr().toint(),
             sums=storage.sums.data_ptr().toint() + group * self.part_bytes,
+            members=None,
             turn=turn,
         )
 

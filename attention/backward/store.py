@@ -45,7 +45,11 @@ def store_pairs(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tile
     values.store(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))).load().to(mX.element_type))
     words = cute.recast_tensor(values, Int32)  # (2 tiles_m rows, columns / 8)
     for r in range_constexpr(2 * tiles_m):
-        at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2) * BITS_16.width
+        if const_expr(isinstance(mX.stride[0], tuple)):  # rows of several heads
+            at = mX[row + 8 * r, None].iterator.toint() + cute.arch.lane_idx() % 4 * 2 * BITS_16.width
+        else:
+            offset = Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 2
+            at = mX.iterator.toint() + offset * BITS_16.width
         for i in range_constexpr(cute.size(acc) // (4 * tiles_m)):
             word = cute.make_rmem_tensor(1, Int32)
             word[0] = words[r + 2 * tiles_m * i]

@@ -8,7 +8,7 @@ change (traced/numbers.py). Captured tensors are arguments, so a kernel reads th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -29,11 +29,29 @@ B_INPUT, H_INPUT, Q_INPUT, KV_INPUT = range(4)  # numbers of values
 
 
 @dataclass(frozen=True)
+class MemberKind:
+    """Facts of the mask of selected KV blocks without packed sequences (selected/blocks.py). Its only tensor are the
+    words of Member. Kernels may use these facts in the place of the program.
+
+    block_size: 64 or 128.
+    packed: rows of a token; a divisor or a multiple of 64.
+    share: number of heads that have the same list.
+    causal: True if a token attends to keys up to its position; the last token's is the last key.
+    """
+
+    block_size: int
+    packed: int
+    share: int
+    causal: bool
+
+
+@dataclass(frozen=True)
 class ElementMask:
     """The program of a mask; two masks are equal if they compute the same."""
 
     program: Program
     contiguous: tuple[bool, ...]  # per tensor that is read: True if its last dimension has stride 1
+    members: MemberKind | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> list[tuple[str, int, int | None]]:
@@ -103,9 +121,9 @@ def _conjunction(first: Program, second: Program) -> Program:
 _PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors, numbers)
 
 
-def bound(mask_mod: Callable, key: tuple, tensors: tuple[Tensor, ...]) -> BoundMask:
+def bound(mask_mod: Callable, key: tuple, tensors: tuple[Tensor, ...], kind: MemberKind | None = None) -> BoundMask:
     """The traced mask_mod of these tensors, which are new in each call. Tracing takes 2 ms, so it is done once for each
-    key: all else that mask_mod depends on."""
+    key: all else that mask_mod depends on. kind: the facts of a mask of selected blocks."""
     known = _PROGRAMS.get(key)
     if known is None:
         trace = _traced(mask_mod, tensors[0].device)
@@ -114,7 +132,7 @@ def bound(mask_mod: Callable, key: tuple, tensors: tuple[Tensor, ...]) -> BoundM
             _PROGRAMS.clear()
         known = _PROGRAMS[key] = trace.program, places, trace.numbers
     program, places, numbers = known
-    return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers))
+    return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers, kind=kind))
 
 
 def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[ElementMask | None, tuple]:
@@ -129,7 +147,8 @@ def element_mask(mask_mod: Callable | None, device: torch.device) -> tuple[Eleme
 def for_kernel(mask: Traced) -> tuple[ElementMask, tuple]:
     """The same for a traced mask."""
     views = views_of(mask.tensors)
-    return ElementMask(mask.program, tuple(t.stride(-1) == 1 for t in views)), (*views, *mask.numbers)
+    element = ElementMask(mask.program, tuple(t.stride(-1) == 1 for t in views), members=mask.kind)
+    return element, (*views, *mask.numbers)
 
 
 def views_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

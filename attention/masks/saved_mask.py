@@ -53,7 +53,8 @@ class SavedMask:
         lists, tensors = saved[:4], tuple(saved[4:])
         mask_mod = None
         if self.traced is not None:
-            mask_mod = BoundMask(Traced(self.traced.program, tensors, (), numbers=self.traced.numbers))
+            traced = self.traced
+            mask_mod = BoundMask(Traced(traced.program, tensors, (), numbers=traced.numbers, kind=traced.kind))
         lengths, blocksize = self.mask.lengths, self.mask.blocksize
         return BlockMask(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
 

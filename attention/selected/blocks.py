@@ -19,7 +19,7 @@ from cute_kernels.runtime.front import check_supported
 
 from .. import plan as planning
 from ..masks.block_mask import BlockMask
-from ..masks.element_mask import bound
+from ..masks.element_mask import MemberKind, bound
 from ..masks.mask_mods import And, Band, MaskMod, RowRange
 from .tables.dispatch import selected_tables, supports
 from .unions.config import SIDE, WORD
@@ -115,7 +115,10 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kern
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
     key = Member, share, block_size, packed, shift, first is None, indices.device
-    mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end))
+    kind = None
+    if first is None and block_size in (64, SIDE) and (64 % packed == 0 or packed % 64 == 0):
+        kind = MemberKind(block_size, packed, share, causal)
+    mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end), kind)
     return make(blocksize=(SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 

@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Traced:
     it holds as long as they are not written to.
     `made`: those of `tensors` that the function computed itself.
     `used`: those of them that it did not only detach(), whose gradients would be lost.
+    `kind`: hashable facts of the function that a kernel may use in the place of the program.
     """
 
     program: Program
@@ -79,6 +81,7 @@ class Traced:
     used: tuple[Tensor, ...] = ()
     numbers: tuple[int | float, ...] = ()  # of program.arguments
     made: tuple[Tensor, ...] = ()
+    kind: Any = None
 
     @property
     def operands(self) -> tuple:

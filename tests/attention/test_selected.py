@@ -106,6 +106,16 @@ def test_gradcheck():
 GRADIENTS = {
     "blocks of 4": ((200, 300, 4, 20), {"B": 1, "H": 2, "heads": 1}, {"causal": True}),
     "blocks of 128": ((300, 400, 128, 2), {"B": 1, "H": 2, "heads": 2, "groups": 2, "D": 128}, {}),
+    "16 heads": ((70, 300, 128, 2), {"B": 2, "H": 32, "heads": 2, "groups": 2, "D": 128}, {"causal": True}),
+    "16 heads, blocks of 64": ((70, 333, 64, 3), {"B": 1, "H": 16, "heads": 1, "D": 128}, {}),
+    "8 heads, 192": ((70, 333, 64, 3), {"B": 1, "H": 8, "heads": 1, "D": 192}, {"causal": True}),
+    "2 heads, 96": ((150, 333, 64, 3), {"B": 1, "H": 4, "heads": 2, "groups": 2, "D": 96}, {"causal": True}),
+    "12 heads": ((30, 333, 128, 2), {"B": 1, "H": 12, "heads": 1, "D": 128}, {"causal": True}),
+    "in one order": (
+        (70, 333, 128, 2),
+        {"B": 1, "H": 16, "heads": 1, "D": 128},
+        {"causal": True, "deterministic": True},
+    ),
 }
 
 
@@ -122,6 +132,31 @@ def test_gradients(machine, name):
         got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     seen = seen_of(indices, block_size, q.shape[1], k.shape[2], terms.get("causal", False))
     check_gradients(got, q, k, v, seen, dout, dlse)
+
+
+def test_gradients_have_the_strides_of_q(machine):
+    """Rows (B, S, H, D), as models have them."""
+    device, kernels, _ = machine
+    q, k, v, indices, block_size = call_of(70, 200, 128, 2, B=1, H=8, heads=1, D=128, device=device)
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v))
+    out = selected_attention(q, k, v, indices, block_size, causal=True)
+    dout = normal(*out.shape, device=device)
+    with kernels():
+        got = torch.autograd.grad(out, (q, k, v), dout)
+    assert got[0].stride() == q.stride()
+    check_gradients(got, q, k, v, seen_of(indices, block_size, 8, 200, True), dout, None)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "packed", "members"),
+    [(128, 16, True), (64, 64, True), (128, 1, True), (128, 12, False), (16, 16, False)],
+)
+def test_masks_by_ballots(block_size, packed, members):
+    """The masks that backward evaluates without their program."""
+    indices = torch.zeros(1, 64, 2, 3, dtype=torch.int32)
+    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 2, (64 * packed, 256))
+    element, _ = element_mask.for_kernel(element_mask.trace_mask(mask.mask_mod, mask.device))
+    assert (element.members is not None) == members
 
 
 def test_gradients_of_packed_sequences(machine):
