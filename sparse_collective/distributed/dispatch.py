@@ -112,8 +112,8 @@ class Routing:
                 row, places[expert] = row + count, places[expert] + count
                 ends.append(row)
         expert_ids = [expert for expert, n in enumerate(runs) for _ in range(n)]
-        host = torch.tensor(ends + shifts + expert_ids, dtype=torch.int64, pin_memory=device.type != "cpu")
-        host = host.to(device, non_blocking=True)
+        kind = {"dtype": torch.int64, "pin_memory": device.type != "cpu"}
+        host = torch.tensor(ends + shifts + expert_ids, device="cpu", **kind).to(device, non_blocking=True)
         segments, shift, expert_ids = host.split([len(ends), len(ends), len(expert_ids)])
         numbers = torch.arange(total, device=device)
         self.places = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
