@@ -54,7 +54,8 @@ def select_blocks(
     Returns:
         (B, Sq, top) int32, or (B, Sq, groups, top): ascending blocks, padded with -1 where a token has fewer. Of equal
         scores the first block is selected, so results are identical on every run. Scores that are NaN count as the
-        largest, or with the sign bit set as the smallest.
+        largest, or with the sign bit set as the smallest; but the sm_90 kernel of scores takes products that are NaN
+        for 0 with an activation, and leaves them out of a block's maximum.
 
     Does not synchronize, and can be captured in a CUDA graph. The result has no gradient. GPUs need up to 512 MB of
     memory for the scores. Lists of more than 8,192 blocks (sm_86, sm_89: 4,096) are selected by torch.topk.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention import select_blocks, selected_attention
+from attention.selected.selection.scores import aligned
 from cute_kernels.testing.reference import normal, poisoned_empty
 
 from ..emulator.ops import needs_compiler, on_emulator
@@ -72,6 +73,20 @@ def test_lists(where, name, monkeypatch):
     with on_emulator(where) if where.startswith("sm_") else nullcontext(), poisoned_empty():
         found = select_blocks(q, k, *sizes, **terms)
     assert found.dtype is torch.int32 and torch.equal(found.cpu(), plainly(q, k, *sizes, **terms))
+
+
+@needs_compiler
+@pytest.mark.sm_90
+def test_expanded_keys_are_copied_for_tma():
+    """TMA reads no stride of 0."""
+    keys = torch.zeros(1, 1, 20, 64, dtype=torch.bfloat16)
+    assert aligned(keys, 64) is keys
+    assert 0 not in aligned(keys.expand(2, -1, -1, -1), 64).stride()
+    q, k = indexer(40, 200, D=64)
+    terms = {"pool": "max", "causal": True}
+    with on_emulator("sm_90"), poisoned_empty():
+        found = select_blocks(q, k[:1].expand(2, -1, -1, -1), 3, 16, **terms)
+    assert torch.equal(found, plainly(q, k[:1].expand(2, -1, -1, -1), 3, 16, **terms))
 
 
 def test_no_rows_and_no_columns():

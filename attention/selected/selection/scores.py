@@ -8,6 +8,7 @@ from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 
+from ...checks import tma_ready
 from ..pooling import averaged, largest
 from .config import VECTOR
 from .score_config import HEAD_DIMS, HEADS, POOLS, ScoreFacts, facts_for
@@ -86,11 +87,12 @@ class KernelScores(TorchScores):
 
 
 def aligned(x: Tensor, head_dim: int) -> Tensor:
-    """x (B, H, S, D) with D padded to head_dim by zeros and contiguous, other strides multiples of 16 bytes."""
+    """x (B, H, S, D) with D padded to head_dim by zeros and contiguous, other strides multiples of 16 bytes and, as TMA
+    requires, none 0 that an extent above 1 has."""
     if x.shape[3] < head_dim:
         return nnf.pad(x, (0, head_dim - x.shape[3]))
-    bad = x.stride(3) != 1 or any(n % 8 for n in x.stride()[:3]) or x.data_ptr() % 16
-    return x.clone(memory_format=torch.contiguous_format) if bad else x
+    fits = tma_ready(x) and not any(n % 8 for n in x.stride()[:3])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def scores_of(q_index, k_index, block_size: int, causal: bool, pool: str, activation: str | None, groups: int):
