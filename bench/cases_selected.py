@@ -166,11 +166,10 @@ def dense(x: Selected) -> Call:
 def making_the_mask(x: Selected) -> Call:
     """The tables that a call of selected_attention makes of the lists before its kernel: union tiles, or bits and lists
     of blocks of scores."""
-    (_, size, heads, dim), kv_heads = x.q.shape, x.k.shape[2]
+    (_, size, heads, _), kv_heads = x.q.shape, x.k.shape[2]
     packed = heads // kv_heads if heads <= kv_heads * SIDE else 1
     selected = SelectedBlocks(x.indices[None], x.block_size, True, packed)
-    q = x.q.new_empty(1).expand(1, heads // packed, size * packed, dim)  # of which only the metadata are read
-    args = AttentionArgs(q, *x.heads_first[1:], block_mask=selected)
+    args = AttentionArgs(*x.heads_first, block_mask=selected)
     if gathered(args):
         return Call(lambda: union_tables(args), note="its time over ours")
     return Call(lambda: mask_of(selected, heads // packed, (size * packed, size)), note="its time over ours")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as nnf
 
 from attention.selected import reference
+from attention.selected.gather import packed_heads
 from bench import __main__ as command
 from bench import cases_selected as cases
 from bench import peers_selected as peers
@@ -20,6 +21,8 @@ from bench.peers import Call, WrongResult
 from bench.peers_attention_backward import BACKWARD, FORWARD, timed
 from bench.peers_selected import Selected
 from cute_kernels.testing.selected_blocks import similar_lists
+
+from ..emulator.ops import needs_compiler, on_emulator
 
 SHAPES = {
     "QSA": cases.Model("QSA", 6, 2, 32, 4, 8, 1, 4, cases.selection(8, 4, activation="relu")),
@@ -60,6 +63,19 @@ def plainly(q, k, v, seen):
     heads_first = (t.transpose(1, 2).float() for t in (q, k, v))
     out = nnf.scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
     return out.transpose(1, 2).to(q.dtype)
+
+
+@needs_compiler
+@pytest.mark.sm_90
+def test_the_tables_are_those_of_the_call(monkeypatch):
+    """Tiles have all query heads of a KV head, as in selected_attention."""
+    p = cases.SelectedProblem("selected_attention", 64, 8, 2, 64, 16, 2, 2, 0.9, FORWARD, stretch=64)
+    x = cases.operands(p, device="cpu")
+    seen = []
+    monkeypatch.setattr(cases, "union_tables", lambda args: seen.append(packed_heads(args)))
+    with on_emulator("sm_90"):
+        cases.making_the_mask(x)()
+    assert seen == [4]
 
 
 # -- truth ------------------------------------------------------------------------------------------------------
