@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.runtime.derived import state_of
 from cute_kernels.runtime.front import check_plain, check_supported
 from cute_kernels.traced.record import Traced
 from sparse_collective.bsr import BsrMatrix
@@ -67,6 +68,12 @@ def latest_trace(mask: BlockMask) -> Traced | None:
     return None if facts is None else facts[0]
 
 
+def contents_of(mask: BlockMask) -> tuple | None:
+    """State of a BlockMask's lists for its cache. Those of equal rows are the caller's tensor, which forward reads in
+    each call, so that a caller who writes the next step's lists to it gets the right output."""
+    return state_of(mask.kv_indices, mask.full_kv_indices) if mask.equal_rows else ()
+
+
 def with_causal(mask: BlockMask) -> BlockMask:
     """mask.with_causal(), cached. A mask with another mask_mod that shares the cache shares its tables."""
 
@@ -74,7 +81,8 @@ def with_causal(mask: BlockMask) -> BlockMask:
         rows, columns = mask.lengths
         return mask.with_causal(), mask.mask_mod, Band(None, 0, columns - rows)
 
-    masked, mask_mod, band = mask.derived.get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists())
+    state = contents_of(mask)
+    masked, mask_mod, band = mask.derived.get("causal", mask.kv_num_blocks, make, lambda value: value[0].lists(), state)
     return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
@@ -153,7 +161,7 @@ def as_block_mask(q, k, block_mask) -> BlockMask:
         lengths = q.size(2), k.size(2)
         if mask.lengths[0] - lengths[0] == mask.lengths[1] - lengths[1] > 0:
             make = partial(mask.crop, lengths)
-            return mask.derived.get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists)
+            return mask.derived.get(("crop", *lengths), mask.kv_num_blocks, make, BlockMask.lists, contents_of(mask))
     return mask
 
 

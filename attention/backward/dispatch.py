@@ -18,7 +18,7 @@ from cute_kernels.runtime.workspace import zeros
 
 from .. import plan as planning
 from ..arguments import VALUES, AttentionArgs
-from ..block_sparse import by_length, element_of, with_causal
+from ..block_sparse import by_length, contents_of, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import heads_in_l2
@@ -240,7 +240,7 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Ten
 
 def lists_of(mask) -> tuple:
     """The transposed lists of a BlockMask (by KV block), cached."""
-    return mask.derived.get("transposed", mask.kv_num_blocks, partial(_transposed, mask), tuple)
+    return mask.derived.get("transposed", mask.kv_num_blocks, partial(_transposed, mask), tuple, contents_of(mask))
 
 
 def _transposed(mask) -> tuple:
@@ -264,7 +264,7 @@ def ranks_of(mask) -> Tensor:
         listed = torch.logical_or(*mask.tables())
         return (listed.cumsum(-1, dtype=torch.int32) - listed.to(torch.int32),)
 
-    return mask.derived.get("ranks", mask.kv_num_blocks, make, tuple)[0]
+    return mask.derived.get("ranks", mask.kv_num_blocks, make, tuple, contents_of(mask))[0]
 
 
 def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
@@ -281,4 +281,4 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
         return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
 
     key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
-    return mask.derived.get(key, mask.kv_num_blocks, make, tuple)[0]
+    return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

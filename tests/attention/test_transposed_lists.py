@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attention.backward.dispatch import lists_of
+from attention.backward.dispatch import lists_of, ranks_of
+from attention.block_sparse import with_causal
 from attention.masks import block_lists
 from attention.masks.block_mask import BlockMask
 from attention.masks.transposed.dispatch import supports, transposed_lists
@@ -52,6 +53,19 @@ def test_lists_of_a_mask(full):
         found = lists_of(mask)
     for kind in (slice(0, 2), slice(2, 4)):
         assert rows_of(*found[kind]) == rows_of(*mask.transposed()[kind])
+
+
+def test_lists_that_are_written_to():
+    """A mask of equal rows is used again after the next step's lists were written to its tensor."""
+    index = torch.rand(1, 2, 6, 9).argsort(-1)[..., :4].int()
+    mask = BlockMask.from_indices(index, (64, 64), lengths=(6 * 64, 9 * 64))
+    assert lists_of(mask)[2] is lists_of(mask)[2], "cached"
+    ranks_of(mask), with_causal(mask)
+    index.copy_(torch.rand(1, 2, 6, 9).argsort(-1)[..., :4])
+    new = BlockMask.from_indices(index.clone(), (64, 64), lengths=(6 * 64, 9 * 64))
+    assert rows_of(*lists_of(mask)[2:]) == rows_of(*new.transposed()[2:])
+    assert torch.equal(ranks_of(mask), ranks_of(new))
+    assert all(torch.equal(a, b) for a, b in zip(with_causal(mask).tables(), with_causal(new).tables(), strict=True))
 
 
 def test_supports():
