@@ -62,6 +62,7 @@ def mask_members(
     first, end = keys
     shift = quotient(first, kind.block_size) % WORD
     bits = [Int32(cute.arch.vote_ballot_sync((word >> shift) & 1 != 0)) for word in words]
+    assert len(bits) <= 2, "a unit of 64 rows has at most 64 tokens"
     every, limit, token = bits[0], seqlen.cols, Int32(0)
     if const_expr(len(bits) > 1):
         every = bits[0] & bits[1]
