@@ -112,13 +112,13 @@ class Routing:
                 row, places[expert] = row + count, places[expert] + count
                 ends.append(row)
         expert_ids = [expert for expert, n in enumerate(runs) for _ in range(n)]
-        kind = {"dtype": torch.int64, "pin_memory": device.type != "cpu"}
-        host = torch.tensor(ends + shifts + expert_ids, device="cpu", **kind).to(device, non_blocking=True)
-        segments, shift, expert_ids = host.split([len(ends), len(ends), len(expert_ids)])
-        numbers = torch.arange(total, device=device)
-        self.places = numbers + shift[torch.searchsorted(segments, numbers, right=True)]
-        self.sources = numbers.new_full((group_rows * len(expert_ids),), total).scatter_(0, self.places, numbers)
-        self.expert_ids = expert_ids.int()
+        numbers, pinned = ends + shifts + expert_ids, device.type != "cpu"
+        host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+        segments, shift, groups = host.split([len(ends), len(ends), len(expert_ids)])
+        rows = torch.arange(total, device=device)
+        self.places = rows + shift[torch.searchsorted(segments, rows, right=True)]
+        self.sources = rows.new_full((group_rows * len(expert_ids),), total).scatter_(0, self.places, rows)
+        self.expert_ids = groups.int()
 
 
 def send(x: Tensor, leaving: list[int], arriving: list[int], group: Any) -> tuple[Tensor, Any]:
