@@ -26,6 +26,7 @@ from .masks.score_mod import bound
 from .plan import OFFSETS, FlashPlan, without_kernel
 from .positions import Offsets, check_offsets, lengths_at, refuse_offsets
 from .selected import gather
+from .selected.blocks import SelectedBlocks
 from .selected.rows import as_heads, in_rows, packed_of
 
 _PLANS: PlanCache[FlashPlan] = PlanCache(operands=3)
@@ -53,12 +54,14 @@ def attention(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
         key, tensors = (*key, score.mod), tensors + score.tensors
     mask: Any = None
     masked: Any = None
-    gathers = gather.gathered(args)
+    block_mask = args.block_mask
+    selected = type(block_mask) is SelectedBlocks
+    gathers = selected and gather.serves(args)
     if gathers:
-        key, tensors = (*key, *gather.key_of(args.block_mask)), tensors + gather.lists_of(args)
-    elif (packed := packed_of(args.block_mask)) > 1:
-        return _in_heads(attention(in_rows(args)), packed, out)
-    elif args.block_mask is not None:
+        key, tensors = (*key, *gather.key_of(block_mask)), tensors + gather.lists_of(args)
+    elif selected and block_mask.packed > 1:
+        return _in_heads(attention(in_rows(args)), block_mask.packed, out)
+    elif block_mask is not None:
         mask, masked, reads, facts, lists = prepared(args)
         key, tensors = facts and (*key, facts), tensors + lists
     plan = _PLANS.known(key, tensors, out)

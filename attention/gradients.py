@@ -19,8 +19,9 @@ from .backward.dispatch import backward, interleaves
 from .block_sparse import as_block_mask
 from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
-from .selected.gather import gathered
-from .selected.rows import as_heads, as_rows, packed_of
+from .selected.blocks import SelectedBlocks
+from .selected.gather import serves
+from .selected.rows import as_heads, as_rows
 
 
 class Attention(torch.autograd.Function):
@@ -32,10 +33,11 @@ class Attention(torch.autograd.Function):
         mask: Any = None
         score = args.score_mod
         of_mask: Sequence[Tensor] = ()
-        packed = packed_of(args.block_mask)
+        selected = type(args.block_mask) is SelectedBlocks
+        packed = args.block_mask.packed if selected else 1
         if args.block_mask is not None:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
-        if mask is None or gathered(args):
+        if mask is None or (selected and serves(args)):
             out, lse = dispatch.attention(args.with_lse())
         else:
             rows = q if packed == 1 else as_rows(q, packed)

@@ -32,7 +32,6 @@ from .masks.score_mod import WHAT as SCORE_MOD
 from .masks.score_text import read_score
 from .plan import gradient_of
 from .selected.blocks import SelectedBlocks
-from .selected.rows import packed_of
 
 QKV = "Tensor q, Tensor k, Tensor v"
 MASK = (
@@ -92,7 +91,7 @@ class Op:
         result: Any = dispatch.attention(args)
         out, lse = result if terms["return_lse"] else (result, q.new_empty(0, dtype=accumulator(q.dtype)))
         # Heads of one KV head are views of packed rows
-        return (out.contiguous(), lse.contiguous()) if packed_of(args.block_mask) > 1 else (out, lse)
+        return (out.contiguous(), lse.contiguous()) if type(args.block_mask) is SelectedBlocks else (out, lse)
 
     def fake(self, q, k, v, *parts, cu_seqlens_q, cu_seqlens_k, return_lse, **terms) -> tuple[Tensor, Tensor]:
         return _fake(self.public, q, k, v, return_lse, cu_seqlens_q is not None or cu_seqlens_k is not None)
@@ -157,7 +156,7 @@ class Op:
     def run_backward(self, dout, dlse, q, k, v, out, lse, *others) -> tuple:
         mask, score, wanted, terms, grad_dtype, dq_dtype = self._split_backward(others)
         args, dtypes = self.args(q, k, v, mask, terms), (grad_dtype, dq_dtype)
-        packed = packed_of(args.block_mask)
+        packed = args.block_mask.packed if type(args.block_mask) is SelectedBlocks else 1
         if self.masked:
             args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
         if not self.scored:

@@ -7,8 +7,10 @@ its rows, with the same indices and the same values shared in a tile.
 
 import cutlass
 import cutlass.cute as cute
+import pytest
 import torch
 from cutlass import Int32, const_expr, range_constexpr
+from cutlass.base_dsl.common import DSLUserCodeError
 from cutlass.cute.runtime import from_dlpack
 
 from attention.masks.element_mask import KV_INPUT, Q_INPUT, element_mask
@@ -63,6 +65,11 @@ def lowered(mask_mod, batch: int, heads: int, rows: int, columns: int, by_rows: 
     mask, reads = element_mask(mask_mod, torch.device("cpu"))
     tensors = tuple(from_dlpack(t) if isinstance(t, torch.Tensor) else t for t in reads)
     out = torch.full((batch, heads, rows, columns), 2, dtype=torch.uint8)
-    fill(from_dlpack(out), tensors or None, mask, by_rows)
+    try:
+        fill(from_dlpack(out), tensors or None, mask, by_rows)
+    except DSLUserCodeError as error:
+        if "__truncsfbf2" not in str(error):
+            raise
+        pytest.skip("this CPU has no conversion to BF16, nor has the runtime library")
     assert out.max() < 2
     return out.bool()
