@@ -98,13 +98,11 @@ class Routing:
         processes of a host 30 ms.
         """
         begin, total, device = self.rank * self.each, sum(self.arriving), self.order.device
-        counts = [
-            [end - start for start, end in itertools.pairwise(line[begin:][: self.each + 1])] for line in self.table
-        ]
+        own = [line[begin : begin + self.each + 1] for line in self.table]
+        counts = [[end - start for start, end in itertools.pairwise(line)] for line in own]  # (ranks, experts)
         runs = [-(-sum(column) // group_rows) for column in zip(*counts, strict=True)]
-        places = [
-            group_rows * before for before in itertools.accumulate(runs[:-1], initial=0)
-        ]  # of an expert's next row
+        # Place of each expert's next row
+        places = [group_rows * before for before in itertools.accumulate(runs[:-1], initial=0)]
         ends, shifts, row = [], [], 0  # of the rows of (rank, expert), in the order in which they arrive
         for line in counts:
             for expert, count in enumerate(line):

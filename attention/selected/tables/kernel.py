@@ -15,8 +15,9 @@ last tiles come first. With causal lists these are the longest.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass import Int32, const_expr, range_constexpr
 
+from ..combine import combine
 from ..unions.config import SIDE, WORD
 from .config import COLUMNS, THREADS, WARPS, TableFacts
 
@@ -146,30 +147,13 @@ class MakeTables:
                             at = Int32(-1)
                 if const_expr(facts.combines):
                     for _ in range_constexpr(ROUNDS):
-                        at = self.combine(sWarp, at, bit)
+                        at = combine(sWarp, at, bit)
                 if at >= 0:
                     cute.arch.atomic_or(sWarp.iterator + at, bit)
 
     @cute.jit
     def set_column(self, sCols: cute.Tensor, column: Int32):
         cute.arch.atomic_or(sCols.iterator + (column >> 5), Int32(1) << (column & 31))
-
-    @cute.jit
-    def combine(self, sWarp: cute.Tensor, at: Int32, bit: Int32) -> Int32:
-        """Set the bits of all lanes with the same `at` as the first lane that has one; returns -1 for these lanes, and
-        `at` for others."""
-        waiting = Uint32(cute.arch.vote_ballot_sync(at >= 0))
-        leader = Int32(cute.arch.popc((waiting - 1) & ~waiting)) & 31
-        same = at == cute.arch.shuffle_sync(at, leader)
-        own = Int32(0)
-        if same:
-            own = bit
-        every = cute.arch.warp_redux_sync(own, "or")
-        if (at >= 0) & (cute.arch.lane_idx() == leader):
-            cute.arch.atomic_or(sWarp.iterator + at, every)
-        if same:
-            at = Int32(-1)
-        return at
 
     @cute.jit
     def store_words(
