@@ -78,6 +78,29 @@ def test_same_kernels_as_eager_calls(name, monkeypatch):
     assert set(found.kernels) == set(eager), (set(found.kernels) - set(eager), set(eager) - set(found.kernels))
 
 
+def test_same_kernels_after_masks_of_other_numbers(monkeypatch):
+    """Numbers of the first mask of its kind remain constants, and warm_up's trace of it finds the same. So it is with a
+    causal mask beside it, which eager calls trace as a pair and others in two parts."""
+    monkeypatch.setattr("cute_kernels.first_call._compile", lambda *_: None)
+    for table in ("numbers._SEEN", "numbers._CHOSEN", "memo._OF_STATE"):
+        monkeypatch.setattr(f"cute_kernels.traced.{table}", {})
+    x, calls = normal(256, K), []
+    for left, causal in ((59, False), (61, True), (62, True), (60, True)):
+        mask = patterns.sliding_window((256, 256), (left, 0), device="cpu")
+        calls.append(lambda x, mask=mask, causal=causal: block_sparse_attention(*[tokens(x)] * 3, mask, causal=causal))
+
+    def of_eager_calls(call):
+        with assume("sm_90"), collecting() as eager:
+            call(x)
+        return set(eager)
+
+    kernels = [of_eager_calls(call) for call in calls]
+    assert kernels[0] != kernels[1]
+    monkeypatch.setattr("cute_kernels.traced.memo._OF_STATE", {})
+    for call, eager in zip(calls, kernels, strict=True):
+        assert set(warm_up(call, x, arch="sm_90", progress=False).kernels) == eager == of_eager_calls(call)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode, monkeypatch):
     """The kernels of inference: attention stores no LSE."""

@@ -20,7 +20,7 @@ from cute_kernels.traced.memo import MOST, traced
 from cute_kernels.traced.program import Program
 from cute_kernels.traced.record import Traced
 
-from .mask_mods import And, ValidKeys
+from .mask_mods import And, Band, ValidKeys
 
 INDICES = ("b", "h", "q", "kv")
 INPUTS = ("int32",) * 4
@@ -92,13 +92,19 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> Traced:
 
 def _traced(mask_mod: Callable, device: torch.device) -> Traced:
     """trace_mask of any function."""
-    result = traced(mask_mod, "mask_mod", INPUTS, (), device)
+    pair = type(mask_mod) is And and type(mask_mod.second) is Band
+    result = traced(mask_mod, "mask_mod", INPUTS, (), device, _of_pair if pair else None)
     if result.program.dtype != "bool":
         raise TypeError(
             f"mask_mod must return a bool tensor, got a tensor of torch.{result.program.dtype}; write it with "
             "comparisons, &, | and ~"
         )
     return result
+
+
+def _of_pair(mask_mod: And, device: torch.device) -> Traced:
+    """The trace of each part by itself, as in compiled calls: so both have the same numbers as arguments."""
+    return _joined(trace_mask(mask_mod.first, device), trace_mask(mask_mod.second, device))
 
 
 def _joined(first: Traced, second: Traced) -> Traced:

@@ -210,8 +210,11 @@ class Kept:
         return type(None), ()  # in a copy, or in a file, None stands for this
 
 
-def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device) -> Traced:
-    """trace(), kept for functions of the same state; see record.trace for the arguments and what it raises.
+def traced(
+    function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device, make: Callable | None = None
+) -> Traced:
+    """trace(), kept for functions of the same state; see record.trace for the arguments and what it raises. With `make`
+    it is make(function, device).
 
     Without a shape, numbers that differ between functions of one code are arguments of the program, see numbers.py. The
     captured tensors, and what was computed of them, are kept as long as the function is.
@@ -228,7 +231,7 @@ def traced(function: Callable, what: str, inputs: Sequence[str], shape: tuple[in
     result = None if state is None else _of_state(state, arguments)
     if result is None:
         with lasting_memory(torch.device(device)):
-            result = _traced_now(function, arguments)
+            result = _traced_now(function, arguments) if make is None else make(function, device)
         if state is None:
             return result
         if not result.read and len(result.tensors) == len(_captured(state, result.tensors)):

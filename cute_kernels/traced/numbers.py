@@ -3,7 +3,9 @@
 A trace holds numbers as constants, whatever Python made of them: they follow torch's type promotion, and Python's
 arithmetic and branches on them are done. So a function with other numbers is traced again, which takes a millisecond.
 Where its Program differs from that of an earlier function of the same code in constants alone, those that differ become
-arguments, and one kernel serves all further values: a new prefix length or temperature compiles nothing.
+arguments, and one kernel serves all further values: a new prefix length or temperature compiles nothing. Numbers that
+were traced before get the Program of that time again, whose kernel exists: so a mask that lives long, its copies and
+`warm_up` need the same kernels, whatever was traced between them.
 
 Literals never differ, so they remain constants. So do divisors until their ninth value: a kernel divides by a constant
 with a multiplication, and a model has few block sizes.
@@ -24,11 +26,13 @@ MOST = 4096  # shapes of programs that are remembered
 VALUES_OF_A_DIVISOR = 8
 NEAR = 2**29  # the sum or difference of a position and such a number fits into int32
 DIVISIONS = ("remainder", "floordiv", "truncdiv", "fmod")
-_SEEN: dict[tuple, list[set]] = {}  # (code, Program without its constants) -> the values seen of each constant
+_SEEN: dict[tuple, list[set[str]]] = {}  # (code, Program without its constants) -> the values seen of each constant
+_CHOSEN: dict[tuple, list[int]] = {}  # (key of _SEEN, values of the constants) -> the constants that became arguments
 
 
 def with_arguments(function: Callable, found: Traced) -> Traced:
-    """The trace with those constants as arguments that had other values in earlier traces of functions like this."""
+    """The trace with those constants as arguments that had other values in earlier traces of functions like this; or
+    with those of the first trace of the same values, if it is remembered."""
     program = found.program
     first = len(program.inputs)
     places = [i for i, node in enumerate(program.nodes) if node.op == "const" and node.dtype != "bool"]
@@ -36,20 +40,30 @@ def with_arguments(function: Callable, found: Traced) -> Traced:
         return found
     nodes = [node._replace(args=()) if node.op == "const" else node for node in program.nodes]
     key = code_of(function), program.inputs, program.tensors, tuple(nodes), program.output
-    if len(_SEEN) >= MOST and key not in _SEEN:
-        _SEEN.clear()
-    seen = _SEEN.setdefault(key, [set() for _ in places])
     divisors = {node.args[1] - first for node in program.nodes if node.op in DIVISIONS}
-    chosen = []
-    for i, values in zip(places, seen, strict=True):
-        if len(values) <= VALUES_OF_A_DIVISOR:
-            values.add(repr(program.nodes[i].args[0]))  # 0.0 and -0.0 differ
-        if len(values) > (VALUES_OF_A_DIVISOR if i in divisors else 1):
-            chosen.append(i)
+    now = key, tuple([repr(program.nodes[i].args[0]) for i in places])  # by repr, as 0.0 and -0.0 differ
+    chosen = _CHOSEN.get(now)
+    if chosen is None:
+        if len(_CHOSEN) >= MOST:
+            _CHOSEN.clear()
+        chosen = _CHOSEN[now] = _choose(key, places, now[1], divisors)
     if not chosen:
         return found
     numbers = tuple(program.nodes[i].args[0] for i in chosen)
     return replace(found, program=_replaced(program, chosen, divisors), numbers=numbers)
+
+
+def _choose(key: tuple, places: list[int], constants: tuple[str, ...], divisors: set[int]) -> list[int]:
+    """The places of constants that have had other values; notes these."""
+    if len(_SEEN) >= MOST and key not in _SEEN:
+        _SEEN.clear()
+    seen, chosen = _SEEN.setdefault(key, [set() for _ in places]), []
+    for i, constant, values in zip(places, constants, seen, strict=True):
+        if len(values) <= VALUES_OF_A_DIVISOR:
+            values.add(constant)
+        if len(values) > (VALUES_OF_A_DIVISOR if i in divisors else 1):
+            chosen.append(i)
+    return chosen
 
 
 def code_of(function: Callable):

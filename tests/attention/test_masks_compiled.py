@@ -209,6 +209,7 @@ def test_the_same_kernel_as_eager_calls(monkeypatch):
     """With a causal mask beside it, a mask is traced to the same Program as without torch.compile."""
     monkeypatch.setattr(memo, "_OF_STATE", {})
     monkeypatch.setattr(numbers, "_SEEN", {})
+    monkeypatch.setattr(numbers, "_CHOSEN", {})
     monkeypatch.setattr(function_text, "_TRACES", OrderedDict())
     from attention.block_sparse import with_causal
     from attention.masks.element_mask import trace_mask

@@ -34,6 +34,7 @@ MACHINES = [
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
     monkeypatch.setattr(numbers, "_SEEN", {})
+    monkeypatch.setattr(numbers, "_CHOSEN", {})
     monkeypatch.setattr(memo, "_OF_STATE", {})
 
 
@@ -77,6 +78,12 @@ class TestWhichAreArguments:
             assert found == second and given == (n,)
         far, given = kernel_of(prefix(2**30))
         assert far != second and given == (2**30,), "sums with positions may not fit into int32"
+
+    def test_numbers_of_before_keep_their_kernel(self, monkeypatch):
+        """A copy of a mask needs the mask's kernel, whether or not its trace is remembered."""
+        made = [(n, kernel_of(prefix(n))) for n in (100, 30, 7)]
+        monkeypatch.setattr(memo, "_OF_STATE", {})
+        assert [(n, kernel_of(prefix(n))) for n, _ in made] == made
 
     def test_literals_and_other_code_are_not(self):
         kernel_of(lambda b, h, q, kv: kv < 5)
