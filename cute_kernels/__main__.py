@@ -36,8 +36,9 @@ from .runtime.cache import KernelCache
 from .runtime.compile import MissingCompiler, import_cutlass
 from .runtime.families import Request, bundle_facts, families, family_of, known_ops, load_all
 from .runtime.inspect import MissingDisassembler, find_nvdisasm
+from .runtime.linked import suffix_of
 from .runtime.packages import PackageError, top_of
-from .runtime.parallel import compile_object, inspect_kernel
+from .runtime.parallel import compile_library, inspect_kernel
 from .runtime.wheel import write_wheel
 
 DTYPES = tuple(NAMES[dtype] for dtype in OPERANDS)
@@ -197,14 +198,15 @@ def run_compile(args: argparse.Namespace) -> int:
     named = [(f, keys.function_name(writer.key(f))) for f in facts]
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    failures = []
-    for outcome in with_progress("compiling", compile_object, named, args.jobs):
+    failures, objects = [], False
+    for outcome in with_progress("compiling", compile_library, named, args.jobs):
         kernel = outcome.item[0]
         if outcome.error:
             failures.append(f"{kernel.arch} {family_of(kernel).title(kernel)}\n    {outcome.error}")
             continue
         data, metadata = outcome.value
         writer.add(kernel, data, metadata)
+        objects = objects or suffix_of(data) == ".o"
         count[kernel.arch] += 1
         size[kernel.arch] += len(data)
     if failures:
@@ -216,6 +218,8 @@ def run_compile(args: argparse.Namespace) -> int:
         print(f"{arch}: {count[arch]} kernels, {size[arch]:,} bytes")
     seconds = f"{time.perf_counter() - start:.0f} s"
     print(f"{args.out}: {count.total()} kernels, {size.total():,} bytes, in {seconds}, for CPUs from {keys.host_cpu()}")
+    if objects:
+        print("Without a C compiler (cc, or $CC) kernels are not linked: the first to be loaded imports CuTe DSL.")
     print(f"To use it: cute_kernels.load_bundle({str(args.out)!r}), or CUTE_KERNELS_BUNDLE={args.out}")
     return 0
 

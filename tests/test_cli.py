@@ -29,7 +29,7 @@ from cute_kernels.runtime.inspect import MissingDisassembler
 from cute_kernels.runtime.parallel import attempt, in_parallel
 from sparse_collective import BsrMatrix, bsr_linear, bsr_matmul
 from sparse_collective.bsr_gemm.catalogue import BLOCKS
-from tests.cute_kernels.cache_fixtures import environment_fixture, is_function  # noqa: F401 (a fixture is used by name)
+from tests.cute_kernels.cache_fixtures import environment_fixture, is_function, kernels  # noqa: F401 (a fixture is used by name)
 
 COMMAND = [sys.executable, "-W", "ignore", "-m", "cute_kernels"]
 
@@ -299,7 +299,7 @@ def test_a_compiled_bundle_serves_the_cache(tmp_path, monkeypatch, capsys):
         record.note(facts)
     assert cli.main(["compile", "--calls", str(calls), "--out", str(folder), "--jobs", "1"]) == 0
     out, err = capsys.readouterr()
-    size = sum(path.stat().st_size for path in folder.glob("*.o"))
+    size = sum(path.stat().st_size for path in kernels(folder))
     assert "sm_90a: 1 kernels" in out and f"2 kernels, {size:,} bytes" in out
     assert err.startswith(f"compiling 2 kernels into {folder}: about 0.1 MB and 0.0 minutes with 1 processes\n")
     assert len(Bundle(folder).entries) == 2
@@ -350,6 +350,7 @@ def test_no_bundle_is_left_if_a_kernel_fails_and_other_files_are_left_alone(tmp_
     folder.rmdir()
     (tmp_path / "main.o").touch()
     (tmp_path / f"{'0' * 64}.o").touch()
+    (tmp_path / f"{'0' * 64}.so").touch()
     monkeypatch.setattr(cli, "bundle_facts", lambda *request: [])
     assert cli.main(["compile", "--arch", "sm_80", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["main.o", "manifest.json"]

@@ -18,6 +18,7 @@ from typing import Any
 from . import keys
 from .compile import build_object
 from .disk_store import CorruptEntry, sha256, write_atomically
+from .linked import link, suffix_of
 from .trust import UntrustedFolder, insist_on_trust
 
 FORMAT = 1
@@ -69,7 +70,7 @@ class Bundle:
             )
 
     def find(self, key: str) -> tuple[Path, Mapping[str, Any]] | None:
-        """An entry's object file and its part of the manifest, None if it has none, or `CorruptEntry`."""
+        """The file of an entry and its part of the manifest, None if it has none, or `CorruptEntry`."""
         entry = self.entries.get(key)
         if entry is None:
             return None
@@ -114,11 +115,12 @@ class BundleWriter:
         return keys.entry_key(facts, self._sources, self._versions)
 
     def add(self, facts: Any, data: bytes, metadata: Mapping[str, Any]) -> None:
-        """Add one kernel: the bytes of its object file, and its metadata."""
+        """Add one kernel: the bytes of its shared library or object file, and its metadata."""
         key = self.key(facts)
-        write_atomically(self.folder / f"{key}.o", data)
+        file = key + suffix_of(data)
+        write_atomically(self.folder / file, data)
         self._written[key] = {
-            "file": f"{key}.o",
+            "file": file,
             "sha256": sha256(data),
             "facts": keys.facts_text(facts),
             "arch": keys.target_of(facts),
@@ -130,8 +132,9 @@ class BundleWriter:
 
     def finish(self) -> Path:
         """Write the manifest and return its path; removes an earlier bundle's kernels from the folder."""
-        for path in self.folder.glob("*.o"):
-            if re.fullmatch("[0-9a-f]{64}", path.stem) and path.stem not in self._written:
+        written = {entry["file"] for entry in self._written.values()}
+        for path in self.folder.iterdir():
+            if re.fullmatch(r"[0-9a-f]{64}\.s?o", path.name) and path.name not in written:
                 path.unlink()
         manifest = {
             "format": FORMAT,
@@ -157,7 +160,8 @@ def write_bundle(
     writer = BundleWriter(folder)
     for done, (facts, build) in enumerate(entries, start=1):
         if not writer.has(facts):
-            writer.add(facts, *build_object(build, keys.function_name(writer.key(facts))))
+            data, metadata = build_object(build, keys.function_name(writer.key(facts)))
+            writer.add(facts, link(data), metadata)
         if progress is not None:
             progress(done, facts)
     return writer.finish()

@@ -188,7 +188,7 @@ class KernelCache:
         record.note(facts)
 
     def _set_up(self) -> Store:
-        """Find the folder, and the environment's and installed bundles, at the first miss: this imports the DSL."""
+        """Find the folder, and the environment's and installed bundles, at the first miss: this hashes all sources."""
         if self._store is None:
             self._store = Store(self._folder(), self._lock_timeout)
             for named in filter(None, os.environ.get(BUNDLE_VARIABLE, "").split(os.pathsep)):

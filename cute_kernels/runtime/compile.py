@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .linked import load_library
+
 COMPILE_LOCK = threading.RLock()  # re-entrant: build_object holds it around a whole build
 _LOAD_LOCK = threading.Lock()  # separate, so that loading does not wait for another thread's compilation
 
@@ -127,11 +129,14 @@ def export_object(compiled: Any, path: str | Path, name: str) -> None:
 
 
 def load_object(path: str | Path, name: str) -> Any:
-    """Load the raw TVM-FFI function `name` of an object file, the calling form with the least overhead.
+    """Load the raw TVM-FFI function `name` of a compiled kernel, the calling form with the least overhead.
 
-    The file is read at once and may be deleted afterwards; the code lives as long as the function. No GPU is needed
-    until the call. Loading requires the whole DSL, because the linker is part of its MLIR extension module.
+    The file is read at once and may be deleted afterwards. No GPU is needed until the call. An object file's code lives
+    as long as the function; loading it requires the whole DSL, because the linker is part of its MLIR extension module.
+    A shared library (.so) requires TVM-FFI alone.
     """
+    if Path(path).suffix == ".so":
+        return load_library(path, name)
     import_cutlass()
     from cutlass.cute.runtime import load_module
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .compile import import_cutlass
+from .linked import dsl_runtime
 from .packages import PACKAGES, folder_of
 
 # Environment variables of the DSL that change the generated code, besides the options string.
@@ -68,10 +69,12 @@ def _hash_of(folders: Mapping[str, list]) -> str:
     """Hash of all Python files in the folders of packages."""
     digest = hashlib.sha256()
     for package, places in folders.items():
-        for folder in sorted(places):
-            for path in sorted(Path(folder).rglob("*.py")):
-                name = f"{package}/{path.relative_to(folder).as_posix()}"
-                content = path.read_bytes().replace(b"\r\n", b"\n")
+        for folder in sorted(map(str, places)):  # strings: pathlib would take as long as reading the files
+            walk = ((at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(".py"))
+            for path in sorted(os.path.join(at, name) for at, name in walk):
+                with open(path, "rb", buffering=0) as file:
+                    content = file.read().replace(b"\r\n", b"\n")
+                name = f"{package}{path[len(folder) :]}".replace(os.sep, "/")
                 digest.update(f"{name}\0{len(content)}\0".encode())
                 digest.update(content)
     return digest.hexdigest()
@@ -91,10 +94,17 @@ def sources_of(module: str) -> str:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions of the compiler and linked libraries. Imports the DSL, which selects its CUDA version by the driver."""
-    cuda = import_cutlass().CUDA_VERSION
-    found = {name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
-    return found | {"cuda": f"cu{cuda.major}.{cuda.minor}"}
+    """Versions of the compiler and linked libraries, without importing the DSL, which takes up to two seconds.
+
+    The DSL's version determines the minor CUDA version, the driver selects the major one.
+    """
+    found = dsl_runtime()
+    try:
+        numbers = {name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+    except importlib.metadata.PackageNotFoundError:
+        import_cutlass()  # raises with the command that installs them
+        raise
+    return numbers | {"cuda": f"cu{found[0] if found else import_cutlass().CUDA_VERSION.major}"}
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from typing import Any
 from . import inspect
 from .compile import build_object, cubin_of
 from .families import compile_kernel, families, family_of
+from .linked import link
 from .packages import import_module
 
 MOST_ERROR_TEXT = 1500  # characters; the compiler's messages can hold a whole module
@@ -69,9 +70,15 @@ def report_of(facts: Any, cubin: bytes, dynamic_smem: int) -> Report:
 
 
 def compile_object(named: tuple[Any, str]) -> tuple[bytes, dict[str, Any]]:
-    """Compile a kernel to a bundle's entry: its object file, with a function of the given name, and its metadata."""
+    """Compile a kernel: its object file, with a function of the given name, and its metadata."""
     facts, name = named
     return build_object(lambda: compile_kernel(facts), name)
+
+
+def compile_library(named: tuple[Any, str]) -> tuple[bytes, dict[str, Any]]:
+    """`compile_object` for a bundle: a shared library if there is a C compiler."""
+    data, metadata = compile_object(named)
+    return link(data), metadata
 
 
 def attempt(function: Callable[[Any], Any], item: Any) -> Outcome:

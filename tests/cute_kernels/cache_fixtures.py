@@ -50,6 +50,11 @@ def objects(directory):
     return sorted(Path(directory).glob("*/*.o"))
 
 
+def kernels(bundle):
+    """The files of a bundle's kernels: shared libraries, or object files without a C compiler."""
+    return [path for path in Path(bundle).iterdir() if path.suffix in (".so", ".o")]
+
+
 def is_function(function):
     return type(function).__name__ == "Function" and callable(function)
 

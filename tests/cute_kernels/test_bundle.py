@@ -20,7 +20,16 @@ from cute_kernels.runtime.cache import KernelCache, UntrustedFolder, write_bundl
 from cute_kernels.runtime.trust import insist_on_trust
 from cute_kernels.runtime.wheel import write_wheel
 
-from .cache_fixtures import Facts, build_fixture, corrupt, environment_fixture, is_function, objects, truncate  # noqa: F401
+from .cache_fixtures import (  # noqa: F401
+    Facts,
+    build_fixture,
+    corrupt,
+    environment_fixture,
+    is_function,
+    kernels,
+    objects,
+    truncate,
+)
 
 
 @pytest.fixture
@@ -82,7 +91,7 @@ def test_a_bundle_that_does_not_fit_is_refused(bundle, build, monkeypatch, caplo
 
 
 def test_a_damaged_kernel_of_a_bundle_is_compiled(bundle, build, caplog):
-    for path in bundle.glob("*.o"):
+    for path in kernels(bundle):
         corrupt(path)
     cache = KernelCache(disk=False)
     cache.add_bundle(bundle)
@@ -92,7 +101,7 @@ def test_a_damaged_kernel_of_a_bundle_is_compiled(bundle, build, caplog):
 
 def test_a_bundle_written_over_another_keeps_nothing_of_it(bundle, build):
     write_bundle(bundle, [(Facts("sm_89"), build(Facts("sm_89")))])
-    assert len(list(bundle.glob("*.o"))) == len(Bundle(bundle).entries) == 1
+    assert len(kernels(bundle)) == len(Bundle(bundle).entries) == 1
 
 
 @pytest.fixture
