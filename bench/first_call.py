@@ -2,8 +2,8 @@
 
 cold: no kernel is cached, so the call compiles. disk: the kernels are in the disk cache. bundle: they are in a bundle.
 warm_up: time of warm_up without a cache, and then of the call in the same process. All include planning and the first
-launch, not the imports, whose time is printed at the end. Each row is printed as it is measured, and written to
-<out>/<card>/first-call.json.
+launch, not the imports, whose time is printed at the end. Python's bytecode caches are on: without them these imports
+take three times as long. Each row is printed as it is measured, and written to <out>/<card>/first-call.json.
 """
 
 import argparse
@@ -64,6 +64,7 @@ print(json.dumps([torch_s, import_s, time.perf_counter() - start, warm_up_s]))
 def seconds(call: str, cache: str, *, warm_up: bool = False, **environment: str) -> list[float]:
     """[import of torch, import of the packages, the call, warm_up before it], in a process of its own."""
     environment = os.environ | {"CUTE_KERNELS_CACHE_DIR": cache} | environment
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     before = WARM_UP if warm_up else "warm_up_s = 0.0"
     command = [sys.executable, "-W", "ignore", "-c", SETUP + (before + TAIL).format(call=call)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -77,8 +78,9 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def measured(call: str) -> tuple[dict[str, float], list[list[float]]]:
-    """(seconds by COLUMNS, [import of torch, import of the packages] of two processes)"""
+def measured(call: str) -> tuple[dict[str, float], list[list[float]], bool]:
+    """(seconds by COLUMNS, [import of torch, import of the packages] of two processes, True if the bundle held shared
+    libraries)"""
     with tempfile.TemporaryDirectory() as folder:
         calls, bundle = f"{folder}/calls", f"{folder}/bundle"
         cold = seconds(call, f"{folder}/cache", CUTE_KERNELS_RECORD=calls)
@@ -88,9 +90,10 @@ def measured(call: str) -> tuple[dict[str, float], list[list[float]]]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         cache = {"CUTE_KERNELS_BUNDLE": bundle, "CUTE_KERNELS_CACHE": "0"}
         bundled = min(seconds(call, f"{folder}/none", **cache)[2] for _ in range(2))
+        linked = any(Path(bundle).glob("*.so"))
     times = {"cold_s": cold[2], "disk_s": disk[2], "bundle_s": bundled}
     times |= {"warm_up_s": warmed[3], "after_warm_up_s": warmed[2]}
-    return {name: round(value, 3) for name, value in times.items()}, [cold[:2], disk[:2]]
+    return {name: round(value, 3) for name, value in times.items()}, [cold[:2], disk[:2]], linked
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,14 +110,16 @@ def main(argv: list[str] | None = None) -> None:
     environment, rows, imports = record.environment(), [], []
     print(f"{'first call, seconds':40}" + "".join(f"{name:>9}" for name in COLUMNS.values()), flush=True)
     for name, call in uses.items():
-        times, of_imports = measured(call)
+        times, of_imports, linked = measured(call)
         rows.append({"use": name, **times})
         imports += of_imports
         print(f"{name:40}" + "".join(f"{times[column]:9.2f}" for column in COLUMNS), flush=True)
         torch_s, import_s = (round(sorted(column)[len(column) // 2], 2) for column in zip(*imports))
-        data = {"environment": environment, "import_s": import_s, "torch_import_s": torch_s, "rows": rows}
+        data = {"environment": environment, "import_s": import_s, "torch_import_s": torch_s, "linked": linked}
+        data["rows"] = rows
         record.save(options.out, environment["card"], "first-call", data)  # after each row, since a run may be cut off
     print(f"import of torch {torch_s} s, of the packages {import_s} s more")
+    print(f"bundles of {'shared libraries' if linked else 'object files, since there is no C compiler'}")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-try:
+if TYPE_CHECKING:
     import filelock
-except ModuleNotFoundError:
-    filelock = None  # type: ignore[assignment]
 
 LOG = logging.getLogger("cute_kernels.cache")
 
@@ -124,7 +122,11 @@ class Store:
                 lock.release()
 
     def _acquire(self, key: str) -> filelock.BaseFileLock | None:
-        if not self._writable or filelock is None:
+        if not self._writable:
+            return None
+        try:
+            import filelock  # 15 ms, for processes that compile
+        except ModuleNotFoundError:
             return None
         path = self.path(key).with_suffix(".lock")
         try:

@@ -31,7 +31,7 @@ def test_rows_of_a_run_that_is_cut_off_are_kept(calls, tmp_path, capsys):
     assert data["rows"] == [
         {"use": "gemm", "cold_s": 3.0, "disk_s": 3.0, "bundle_s": 0.25, "warm_up_s": 4.0, "after_warm_up_s": 3.0}
     ]
-    assert (data["import_s"], data["torch_import_s"]) == (1.0, 2.0)
+    assert (data["import_s"], data["torch_import_s"], data["linked"]) == (1.0, 2.0, False)
     assert capsys.readouterr().out.splitlines()[1].split() == ["gemm", "3.00", "3.00", "0.25", "4.00", "3.00"]
 
 
