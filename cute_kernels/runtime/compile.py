@@ -136,7 +136,8 @@ def load_object(path: str | Path, name: str) -> Any:
     A shared library (.so) requires TVM-FFI alone.
     """
     if Path(path).suffix == ".so":
-        return load_library(path, name)
+        with _LOAD_LOCK:
+            return load_library(path, name)
     import_cutlass()
     from cutlass.cute.runtime import load_module
 

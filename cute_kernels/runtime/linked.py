@@ -68,7 +68,7 @@ def link(data: bytes) -> bytes:
         source.write_bytes(data)
         command += ["-shared", "-nostdlib", "-Wl,-z,defs", str(source), "-o", str(library)]
         for path in found[1], Path(find_libtvm_ffi()):
-            command += [f"-L{path.parent}", f"-l{path.stem.removeprefix('lib')}"]  # -l: no path of this machine
+            command += [f"-L{path.parent}", f"-l{path.stem.removeprefix('lib')}"]  # by name, not by path
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(
@@ -80,7 +80,7 @@ def link(data: bytes) -> bytes:
 
 def suffix_of(data: bytes) -> str:
     """Suffix of the file of a kernel: ".so" for a shared library, ".o" for an object file."""
-    return ".so" if data[16:18] == b"\3\0" else ".o"  # e_type of the ELF header
+    return ".so" if data[:4] == b"\x7fELF" and data[16:18] == b"\3\0" else ".o"  # e_type, in the ELF header
 
 
 @functools.cache

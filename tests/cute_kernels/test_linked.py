@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cute_kernels import explain, gemm
 from cute_kernels.runtime import keys, linked
 from cute_kernels.runtime.bundle import MANIFEST
 from cute_kernels.runtime.cache import KernelCache, write_bundle
 from cute_kernels.runtime.compile import compile_for, import_cutlass, load_object, ptx_of
 from cute_kernels.runtime.disk_store import sha256
+from cute_kernels.runtime.families import compile_kernel
 
 from . import tiny_kernels
 from .cache_fixtures import Facts, build_fixture, environment_fixture, is_function, kernels  # noqa: F401
@@ -77,15 +80,34 @@ print(type(plan.function).__name__, cache.default_cache().stats().bundle_hits)
 @needs_linker
 def test_the_first_call_of_gemm_needs_no_dsl(tmp_path, monkeypatch):
     """Up to the launch: the plan of a call has the function."""
-    from cute_kernels import explain, gemm
-    from cute_kernels.runtime.families import compile_kernel
-
-    torch = pytest.importorskip("torch")
     a = torch.zeros(256, 256, dtype=torch.bfloat16)
     facts = explain(gemm, a, a, arch="sm_90").facts
     write_bundle(tmp_path / "bundle", [(facts, lambda: compile_kernel(facts))])
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "bundle"))
     assert without_dsl(FIRST_CALL) == "Function 1"
+
+
+ON_GPU = """
+import torch
+from cute_kernels import gemm
+from cute_kernels.runtime import cache
+a, b = (torch.randint(-4, 5, (256, 256), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+out = torch.full_like(a, float("nan"))
+gemm(a, b, out=out)
+expected = (a.double() @ b.double()).to(torch.bfloat16)  # sums of integers are exact in FP32
+print(torch.equal(out, expected), cache.default_cache().stats().bundle_hits)
+"""
+
+
+@needs_linker
+@pytest.mark.gpu
+def test_a_bundles_gemm_on_a_gpu_without_the_dsl(tmp_path, monkeypatch):
+    """The process ends without an error, too, when the libraries unload their GPU code."""
+    a = torch.zeros(256, 256, device="cuda", dtype=torch.bfloat16)
+    facts = explain(gemm, a, a).facts
+    write_bundle(tmp_path / "bundle", [(facts, lambda: compile_kernel(facts))])
+    monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "bundle"))
+    assert without_dsl(ON_GPU) == "True 1"
 
 
 @pytest.mark.parametrize("command", ["", "no-such-compiler -O2"])
