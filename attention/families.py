@@ -3,11 +3,12 @@
 from .backward.family import FLASH_BACKWARD
 from .decode.family import DECODE
 from .forward.family import FLASH_FORWARD, VALUES
+from .masks.sharded.family import SHARDED_MASKS
 from .masks.transposed.family import TRANSPOSED_LISTS
 from .selected.decode.family import SELECTED_DECODE
 from .selected.selection.family import SCORES, TOP
 from .selected.tables.family import SELECTED_TABLES
 from .selected.unions.family import UNIONS
 
-__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "SCORES", "SELECTED_DECODE", "SELECTED_TABLES", "TOP"]
-__all__ += ["TRANSPOSED_LISTS", "UNIONS", "VALUES"]
+__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "SCORES", "SELECTED_DECODE", "SELECTED_TABLES"]
+__all__ += ["SHARDED_MASKS", "TOP", "TRANSPOSED_LISTS", "UNIONS", "VALUES"]

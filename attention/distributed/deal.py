@@ -61,6 +61,30 @@ def balanced(rings: Tensor, work: Tensor, parts: int) -> list[Tensor]:
     return [*balanced(rings[:, :length], work, some), *balanced(rings[:, length:], work, parts - some)]
 
 
+def cuts_of(tiles: int, size: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """The cuts that `balanced` makes, if pieces stay where they are cut off, and the process that has each piece.
+
+    Returns:
+        cuts: first place of each ring, its tiles, and how many are cut off and stay first.
+        order: processes by the place of their tiles.
+    """
+    cuts = []
+
+    def cut(firsts: list[int], n: int, parts: int) -> list[int]:
+        if parts == 1:
+            return firsts
+        some = parts // 2
+        length = n // parts * some
+        cuts.extend((first, n, length) for first in firsts)
+        if parts == 2 * some:
+            return cut([place for first in firsts for place in (first, first + length)], length, some)
+        rest = [first + length for first in firsts]
+        return [*cut(firsts, length, some), *cut(rest, n - length, parts - some)]
+
+    firsts = cut([0], tiles, size)
+    return cuts, sorted(range(size), key=firsts.__getitem__)
+
+
 def cost(loads: list[float], counts: list[list[int]], blocks: int) -> float:
     """Time of the slowest process, in tiles of scores of all heads.
 

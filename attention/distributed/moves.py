@@ -1,8 +1,9 @@
-"""Tiles of K and V that each process needs from which other, and the mask of a process over its buffer.
+"""Tiles of K and V that each process needs from which other, and the block lists of a process over its buffer.
 
-Everything is computed on the mask's device from one table of its blocks. The host reads one tensor: the work of each
-process, and the number of tiles that it needs of each other, for all deals that are tried. Tables have a row and a
-column of blocks for each tile, those of the empty tiles and one more, which no process has.
+Everything is computed on the mask's device. The host reads one tensor: the work of each process, and the number of
+tiles that it needs of each other, for all deals that are tried. On a GPU three kernels compute it, ByKernels. By torch,
+it comes from one table of the mask's blocks, ByTorch. Tables have a row and a column of blocks for each tile, those of
+the empty tiles and one more, which no process has.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.derived import Derived
+
 from ..masks import block_lists
 from ..masks.block_mask import BlockMask
-from ..masks.mask_mods import AtPositions, Band
+from ..masks.sharded import dispatch as kernels
+from ..masks.sharded.dispatch import Moves
+from . import deal as dealing
+
+CONSTANTS = Derived()  # owners, cuts and order of sharded.dispatch
+
+
+class ByTorch:
+    """The deals that are tried, by torch operations. Synchronizes, once.
+
+    Attributes:
+        tiles: for each deal, int64 (size, tiles of one), ascending.
+        loads, counts: see needs_of.
+    """
+
+    def __init__(self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None):
+        """tiles: those of the only deal, whose tiles are known; None: deals of `names`. total: of the longest deal."""
+        self.mask, self.tile, self.tables = mask, tile, tables_of(mask, tile, total)
+        listed = listed_of(self.tables, total)
+        work, count = listed.sum(1), -(-mask.lengths[0] // tile)
+        self.tiles = [dealing.dealt(work[:count], size, name) for name in names] if tiles is None else [tiles]
+        self.need, self.loads, self.counts = needs_of(listed, work, self.tiles)
+
+    def moves(self, deal: int, rank: int) -> Moves:
+        """Those of a process by one of the deals. Does not synchronize."""
+        tiles = self.tiles[deal]
+        own, sends, buffer = moves_of(self.need[deal], tiles, rank, self.counts[deal])
+        q, k = (blocks_of(t, self.tile // side) for t, side in zip((tiles[rank], buffer), self.mask.blocksize))
+        count, index = block_lists.lists_of(self.tables.index_select(3, q).index_select(4, k))
+        lists = count[0], index[0], count[1], index[1]
+        return Moves(own, sends, buffer, (tiles[rank].int(), buffer.int()), lists)
+
+
+class ByKernels:
+    """The same by kernels."""
+
+    def __init__(self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None):
+        self.mask, self.tile = mask, tile
+        count, device = -(-mask.lengths[0] // tile), mask.device
+        piece = dealing.padded(count, size, "balanced") // size
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            cuts, order = (torch.tensor(each, device="cpu") for each in dealing.cuts_of(piece * size, size))
+            owners = torch.full((len(names), total), -1, device="cpu")
+            for row, name in zip(owners, names, strict=True):
+                if name != "balanced":
+                    dealt = dealing.dealt(torch.zeros(count, device="cpu"), size, name)
+                    row[: dealt.numel()] = dealt.flatten().argsort() // dealt.shape[1]
+            return owners.int().to(device), cuts.int().view(-1, 3).to(device), order.int().to(device)
+
+        owners, cuts, order = CONSTANTS.get((device, count, size, *names), mask.kv_num_blocks, make, tuple)
+        if tiles is not None:
+            owners = (tiles.flatten().argsort() // tiles.shape[1]).int()[None]
+        balanced = names.index("balanced") if tiles is None and "balanced" in names else -1
+        self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece)
+        host = self.dealt.counts.tolist()
+        self.loads = [[row[0] for row in deal] for deal in host]
+        self.counts = [[row[1:] for row in deal] for deal in host]
+        lengths = [dealing.padded(count, size, name) for name in names] if tiles is None else [total]
+        self.tiles = [row[:n].view(size, -1) for row, n in zip(self.dealt.tiles, lengths, strict=True)]
+
+    def moves(self, deal: int, rank: int) -> Moves:
+        counts, (_, places, needs) = self.counts[deal], self.dealt
+        own, total = counts[rank][rank], sum(row[rank] for row in counts)
+        sizes = own, total - own, sum(counts[rank])
+        return kernels.listed(self.mask, self.tile, self.tiles[deal], places[deal], needs[deal], rank, sizes)
 
 
 def tables_of(mask: BlockMask, tile: int, count: int) -> Tensor:
@@ -77,30 +145,6 @@ def moves_of(need: Tensor, tiles: Tensor, rank: int, counts: list[list[int]]) ->
     total = sum(row[rank] for process, row in enumerate(counts) if process != rank)
     sends = torch.nonzero_static(asked, size=total)[:, 1].contiguous()  # by receiver, ascending
     return wanted[: counts[rank][rank]], sends, order.index_select(0, wanted)
-
-
-def local_mask(
-    mask: BlockMask,
-    tables: Tensor,
-    tile: int,
-    rows: Tensor,
-    columns: Tensor,
-    numbers: tuple[Tensor, Tensor],
-    ragged: bool,
-) -> BlockMask:
-    """The mask of query tiles `rows` over the tiles `columns` of K and V, int64, and in int32 as `numbers`.
-
-    ragged: True if some tiles may have padding.
-    """
-    block_q, block_k = mask.blocksize
-    q, k = blocks_of(rows, tile // block_q), blocks_of(columns, tile // block_k)
-    count, index = block_lists.lists_of(tables.index_select(3, q).index_select(4, k))
-    mask_mod = mask.mask_mod
-    if mask_mod is not None or ragged:
-        mask_mod = AtPositions(mask_mod or Band(None, None), *numbers, tile, mask.lengths[0] if ragged else None)
-    lengths = len(rows) * tile, len(columns) * tile
-    lists = count[0], index[0], count[1], index[1]
-    return BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
 
 
 def blocks_of(tiles: Tensor, each: int) -> Tensor:

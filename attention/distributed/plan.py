@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ..masks import cache, patterns
 from ..masks.block_mask import BlockMask
+from ..masks.mask_mods import AtPositions, Band
+from ..masks.sharded import dispatch as kernels
 from . import deal as dealing
 from . import moves
 from .check import check_equal
@@ -189,30 +191,30 @@ def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> l
 def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group) -> list[ContextParallelPlan]:
     _check_deal(mask, size, deal)
     length, tile = mask.lengths[0], max(mask.blocksize)
-    count = -(-length // tile)
+    known = None
     if isinstance(deal, ContextParallelPlan):
-        names, total = [deal.deal], deal.tiles.numel()
+        names, known = [deal.deal], deal.tiles.to(mask.device)
+        total = known.numel()
     else:
         names = [*dealing.DEALS] if deal == "auto" else [deal]
-        total = max(dealing.padded(count, size, name) for name in names)
-    tables = moves.tables_of(mask, tile, total)
-    listed = moves.listed_of(tables, total)
-    work = listed.sum(1)
-    if isinstance(deal, ContextParallelPlan):
-        tried = [deal.tiles.to(mask.device)]
-    else:
-        tried = [dealing.dealt(work[:count], size, name) for name in names]
-    needed, loads, counts = moves.needs_of(listed, work, tried)
+        total = max(dealing.padded(-(-length // tile), size, name) for name in names)
+    by = moves.ByKernels if kernels.supports(mask, total, size) else moves.ByTorch
+    deals = by(mask, tile, size, names, total, known)
     blocks = mask.batch * mask.heads * tile**2 // (mask.blocksize[0] * mask.blocksize[1])  # of a tile
-    chosen = dealing.best([dealing.cost(*pair, blocks) for pair in zip(loads, counts, strict=True)])
-    tiles, need, rows = tried[chosen], needed[chosen], counts[chosen]
+    costs = [dealing.cost(*pair, blocks) for pair in zip(deals.loads, deals.counts, strict=True)]
+    chosen = dealing.best(costs)
+    tiles, rows = deals.tiles[chosen], deals.counts[chosen]
+    ragged = tiles.numel() * tile != length
     made = []
     for rank in ranks:
-        own, sends, buffer = moves.moves_of(need, tiles, rank, rows)
         sent, received = [row[rank] for row in rows], [*rows[rank]]
         sent[rank] = received[rank] = 0
-        numbers = tiles[rank].int(), buffer.int()
-        local = moves.local_mask(mask, tables, tile, tiles[rank], buffer, numbers, tiles.numel() * tile != length)
+        own, sends, buffer, numbers, lists = deals.moves(chosen, rank)
+        mask_mod = mask.mask_mod
+        if mask_mod is not None or ragged:
+            mask_mod = AtPositions(mask_mod or Band(None, None), *numbers, tile, length if ragged else None)
+        lengths = tiles.shape[1] * tile, len(buffer) * tile
+        local = BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
         moved = own, sends, sent, received, buffer, numbers
         made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], *moved, local, group))
     return made
