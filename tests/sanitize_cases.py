@@ -297,6 +297,17 @@ def of_selected_tables(path: str) -> None:
         transposed.test_lists(DEVICE, shape, 0.3)
 
 
+def of_sharded_masks(path: str) -> None:
+    """Plans of context parallelism: deals of few and of many tiles, and lists of each kind of mask."""
+    from .attention import test_sharded_masks as sharded
+
+    if DEVICE != "cuda":  # these are the torch operations that the kernels are compared with
+        return
+    for name in ("causal", "window", "per head, small blocks", "tall blocks"):
+        sharded.test_plans(DEVICE, name, 3)
+    sharded.test_many_tiles(DEVICE, 6)
+
+
 def of_block_selection(path: str) -> None:
     """Scores of an indexer by kernels, and the top k of ragged rows by warps and by CTAs, compacted and not."""
     from .attention import test_top_blocks as tops
@@ -379,6 +390,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "block selection": of_block_selection,
     "union tiles": of_union_tiles,  # likewise
     "tables of selected blocks": of_selected_tables,  # likewise
+    "sharded masks": of_sharded_masks,  # likewise
     "FP8 attention": of_float8_attention,
     "attention, gathered blocks": of_gathered_blocks,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),

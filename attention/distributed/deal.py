@@ -68,7 +68,7 @@ def cuts_of(tiles: int, size: int) -> tuple[list[tuple[int, int, int]], list[int
         cuts: first place of each ring, its tiles, and how many are cut off and stay first.
         order: processes by the place of their tiles.
     """
-    cuts = []
+    cuts: list[tuple[int, int, int]] = []
 
     def cut(firsts: list[int], n: int, parts: int) -> list[int]:
         if parts == 1:

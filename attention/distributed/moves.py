@@ -39,10 +39,11 @@ class ByTorch:
         self.need, self.loads, self.counts = needs_of(listed, work, self.tiles)
 
     def moves(self, deal: int, rank: int) -> Moves:
-        """Those of a process by one of the deals. Does not synchronize."""
+        """Moves of a process by one of the deals. Does not synchronize."""
         tiles = self.tiles[deal]
         own, sends, buffer = moves_of(self.need[deal], tiles, rank, self.counts[deal])
-        q, k = (blocks_of(t, self.tile // side) for t, side in zip((tiles[rank], buffer), self.mask.blocksize))
+        block_q, block_k = self.mask.blocksize
+        q, k = blocks_of(tiles[rank], self.tile // block_q), blocks_of(buffer, self.tile // block_k)
         count, index = block_lists.lists_of(self.tables.index_select(3, q).index_select(4, k))
         lists = count[0], index[0], count[1], index[1]
         return Moves(own, sends, buffer, (tiles[rank].int(), buffer.int()), lists)
@@ -70,11 +71,11 @@ class ByKernels:
             owners = (tiles.flatten().argsort() // tiles.shape[1]).int()[None]
         balanced = names.index("balanced") if tiles is None and "balanced" in names else -1
         self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece)
-        host = self.dealt.counts.tolist()
-        self.loads = [[row[0] for row in deal] for deal in host]
-        self.counts = [[row[1:] for row in deal] for deal in host]
         lengths = [dealing.padded(count, size, name) for name in names] if tiles is None else [total]
         self.tiles = [row[:n].view(size, -1) for row, n in zip(self.dealt.tiles, lengths, strict=True)]
+        host = self.dealt.counts.tolist()  # what follows, the GPU waits for
+        self.loads = [[row[0] for row in deal] for deal in host]
+        self.counts = [[row[1:] for row in deal] for deal in host]
 
     def moves(self, deal: int, rank: int) -> Moves:
         counts, (_, places, needs) = self.counts[deal], self.dealt

@@ -155,12 +155,13 @@ class Launches(TorchDispatchMode):
         assert func.__name__.partition(".")[0] not in ("nonzero", "_local_scalar_dense", "masked_select", "_unique2")
         aliases = [value.alias_info for value in func._schema.returns]
         views = aliases and all(alias is not None and not alias.is_write for alias in aliases)
-        self.count += not views
+        self.count += not (views or func.__name__.partition(".")[0] in ("empty", "new_empty", "_unsafe_view"))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("deal", "most"), [("auto", 84), ("head_tail", 52)])
+@pytest.mark.parametrize(("deal", "most"), [("auto", 79), ("head_tail", 46)])
 def test_a_plan_launches_few_kernels(deal, most):
+    """By torch operations; see test_sharded_masks.py for kernels."""
     mask = patterns.causal((16384, 16384))
     with Launches() as launches:
         plans(mask, 4, deal, ranks=(1,))

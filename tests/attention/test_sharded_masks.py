@@ -1,0 +1,111 @@
+"""Plans of context parallelism by kernels, on the emulator and on GPUs, against those by torch operations."""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from attention import patterns
+from attention.distributed import deal as dealing
+from attention.distributed import moves
+from attention.distributed.plan import plans
+from attention.masks.sharded import dispatch
+from attention.masks.sharded.config import MOST_TILES
+
+from ..emulator.ops import needs_compiler, on_emulator
+from .test_distributed import MASKS, Launches
+from .test_selected_tables import WHERE
+
+
+def by_kernels(where: str, mask, *args, **terms):
+    """plans(), which must not fall back to torch operations."""
+    place = contextlib.nullcontext() if where == "cuda" else on_emulator(where)
+    with place, mock.patch.object(moves, "tables_of", side_effect=AssertionError("torch operations")):
+        return plans(mask.to("cuda") if where == "cuda" else mask, *args, **terms)
+
+
+def facts(value):
+    """The value with tensors on the CPU, and dataclasses and masks as tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, patterns.BlockMask):
+        shapes = [t.shape for t in value.lists()]
+        return value.lengths, value.blocksize, shapes, facts(value.tables()), facts(value.mask_mod)
+    if dataclasses.is_dataclass(value):
+        return type(value), [facts(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [facts(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def agree(where: str, mask, *args, **terms) -> None:
+    for found, true in zip(by_kernels(where, mask, *args, **terms), plans(mask, *args, **terms), strict=True):
+        assert facts(found) == facts(true)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", MASKS)
+@WHERE
+def test_plans(where, name, size):
+    mask = MASKS[name]()
+    for deal in ("auto", *dealing.DEALS):
+        agree(where, mask, size, deal)
+    agree(where, MASKS["nothing"](), 2, plans(MASKS["causal, whole tiles"](), 2, "balanced")[0])
+
+
+@pytest.mark.parametrize("size", [6, 7, 12])
+@WHERE
+def test_many_tiles(where, size):
+    """Several for each thread, several words of bits, and rings whose windows cross their ends."""
+    torch.manual_seed(size)
+    rows = torch.rand(600, 1) ** 3
+    mask = patterns.BlockMask.from_blocks(torch.rand(600, 600) < rows)
+    agree(where, mask, size, "balanced", ranks=(0, size - 1))
+
+
+@WHERE
+def test_lists_in_any_order(where):
+    """Masks of equally many blocks in each row, of a step of a model, and batches."""
+    index = torch.rand(2, 3, 20, 20).argsort(-1)[..., :7].int()
+    agree(where, patterns.BlockMask.from_indices(index, (64, 64), lengths=(1280, 1280)), 4)
+    agree(where, patterns.BlockMask.from_indices(index, (64, 64), lengths=(1250, 1250)), 4)
+
+
+@pytest.mark.parametrize(("deal", "most"), [("auto", 4), ("head_tail", 4), ("plan", 7)])
+@needs_compiler
+def test_launches(deal, most):
+    """Three kernels, a copy to the host, and for the tiles of another plan three operations."""
+    mask = patterns.causal((16384, 16384))
+    if deal == "plan":
+        deal = plans(mask, 4)[0]
+    real = dispatch.families.function_for
+    with on_emulator("sm_90"):
+        plans(mask, 4, deal, ranks=(1,))  # constants
+        with Launches() as launches:
+
+            def counted(facts):
+                launches.count += 1
+                return real(facts)
+
+            with mock.patch.object(dispatch.families, "function_for", counted):
+                plans(mask, 4, deal, ranks=(1,))
+    assert launches.count + 1 <= most  # tolist() is a copy on a GPU
+
+
+def test_supports():
+    mask = patterns.causal((1024, 1024))
+    assert not dispatch.supports(mask, 8, 4), "on a CPU"
+    with on_emulator("sm_90"):
+        assert dispatch.supports(mask, 8, 4) and dispatch.supports(mask, MOST_TILES, 64)
+        assert not dispatch.supports(mask, 0, 4) and not dispatch.supports(mask, MOST_TILES + 1, 4)
+        assert not dispatch.supports(mask, MOST_TILES, 65) and not dispatch.supports(mask, 8, 2000)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 6, 7, 12])
+def test_cuts(parts):
+    """They cut as `balanced` does where windows are the first tiles of each ring."""
+    cuts, order = dealing.cuts_of(4 * parts, parts)
+    assert len(cuts) == parts - 1
+    ring = torch.arange(4 * parts)
+    pieces = torch.cat(dealing.balanced(ring[None], torch.zeros(4 * parts), parts))
+    assert torch.equal(pieces[order].flatten(), ring)
