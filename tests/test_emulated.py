@@ -235,6 +235,23 @@ def test_a_kernel_prints(capfd):
     assert capfd.readouterr().out == "0%\n1%\n2%\n"
 
 
+def test_a_sum_of_a_product_is_rounded_once():
+    """As ptxas makes it, unless the product or the sum says .rn."""
+    body = """
+    .reg .f32 %f<8>;
+    mov.f32 %f1, 0f3F800001;
+    mul.f32 %f2, %f1, %f1;
+    mul.rn.f32 %f3, %f1, %f1;
+    sub.f32 %f4, %f2, %f3;
+    sub.f32 %f5, %f3, %f2;
+    sub.rn.f32 %f6, %f2, %f3;
+    mov.b32 %r4, %f4; st.global.b32 [%rd3], %r4;
+    mov.b32 %r4, %f5; st.global.b32 [%rd3+128], %r4;
+    mov.b32 %r4, %f6; st.global.b32 [%rd3+256], %r4;"""
+    left = 2.0**-46  # of (1 + 2**-23)**2, rounded
+    assert ptx(body, 96).view(torch.float32)[::32].tolist() == [left, -left, 0.0]
+
+
 def test_lanes_part_and_meet_again():
     body = """
     mov.b32 %r2, 0;

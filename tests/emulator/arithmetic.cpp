@@ -265,6 +265,13 @@ void add_arithmetic(Table& t) {
     t["mul.ftz.f32"] = {binary<float, float, float, [](float a, float b) { return flush(flush(a) * flush(b)); }>};
     t["fma.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
         return flush(std::fma(flush(a), flush(b), flush(c))); }>};
+    // Of ptx.py's fuse.
+    t["fms.f32"] = {ternary<float, float, float, [](float a, float b, float c) { return std::fma(a, b, -c); }>};
+    t["fnma.f32"] = {ternary<float, float, float, [](float a, float b, float c) { return std::fma(-a, b, c); }>};
+    t["fms.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
+        return flush(std::fma(flush(a), flush(b), -flush(c))); }>};
+    t["fnma.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
+        return flush(std::fma(-flush(a), flush(b), flush(c))); }>};
     t["max.ftz.f32"] = {binary<float, float, float, [](float a, float b) { return larger(flush(a), flush(b)); }>};
     t["min.ftz.f32"] = {binary<float, float, float, [](float a, float b) { return smaller(flush(a), flush(b)); }>};
     t["div.approx.ftz.f32"] = t["div.full.ftz.f32"] = {binary<float, float, float, [](float a, float b) {

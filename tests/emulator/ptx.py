@@ -3,9 +3,13 @@
 A register becomes an offset into the registers of a warp, an immediate a constant, a label the number of an
 instruction; scopes in braces, which inline PTX opens, are resolved. An instruction keeps its name less the qualifiers
 that change nothing here (caches, orders and scopes of memory, `.sync`, `.aligned`); the machine looks it up.
+
+ptxas may fuse a product and a sum that have no `.rn` into one FFMA, which rounds once. So here all are fused that can
+be: `x * y - z` is not 0 where z is the rounded product.
 """
 
 import re
+from collections import Counter
 
 ROW = 128  # bytes of a register's row: 32 lanes of 32 bits
 WIDTH = {"pred": 0} | {f"{kind}{bits}": max(bits // 8, 2) for kind in "busf" for bits in (8, 16, 64)}  # else 4 bytes
@@ -16,6 +20,7 @@ LEFT_OUT = {
 }  # fmt: skip
 STORES = ("st", "red", "bra", "bar", "barrier", "ret", "exit", "fence", "membar", "prefetch", "setmaxnreg", "cp",
           "griddepcontrol", "stmatrix", "nanosleep", "trap", "wgmma")  # fmt: skip
+FUSIBLE = ("mul.f32", "add.f32", "sub.f32", "mul.ftz.f32", "add.ftz.f32", "sub.ftz.f32")
 SHARED_BASE, LOCAL, GLOBALS = 1024, 0x4C << 56, 1000  # as in machine.h
 
 
@@ -264,6 +269,7 @@ class Reader:
             "dests": 0,
             "target": -1,
             "label": None,
+            "fusible": word in FUSIBLE,
         }
         ops, groups, offsets = [], [], []
         if name == "bra":
@@ -281,11 +287,47 @@ class Reader:
         kernel.code.append(ins)
 
 
+def fuse(kernel: Kernel) -> None:
+    """Turn sums of a product into one FFMA, where the product's operands have not changed since."""
+    written = [_written(ins) for ins in kernel.code]
+    times = Counter(register for registers in written for register in registers)
+    leaders = {ins["target"] for ins in kernel.code}
+    products: dict[int, dict] = {}  # by register, those that are the only value of theirs and can be fused here
+    for at, (ins, registers) in enumerate(zip(kernel.code, written, strict=True)):
+        changed = {r for r in registers if times[r] > 1}
+        if at in leaders:
+            changed |= {r for r in times if times[r] > 1}
+        if changed:
+            products = {to: made for to, made in products.items() if changed.isdisjoint(made["reads"])}
+        if not ins["fusible"]:
+            continue
+        (operation, kind), (to, *operands) = ins["name"].split(".", 1), ins["ops"]
+        if operation == "mul":
+            if ins["guard"] < 0 and times[to[0]] == 1:
+                reads = {register for register, constant, _ in operands if not constant}
+                products[to[0]] = {"kind": kind, "operands": operands, "reads": reads}
+            continue
+        for place in (0, 1):  # of two products the first, as ptxas did where it was seen
+            made = None if operands[place][1] else products.get(operands[place][0])
+            if made and made["kind"] == kind:
+                name = "fma" if operation == "add" else ("fms", "fnma")[place]
+                other = operands[1 - place]
+                ins.update(name=f"{name}.{kind}", ops=[to, *made["operands"], other], groups=[1] * 4)
+                break
+
+
+def _written(ins: dict) -> list[int]:
+    """Registers that an instruction writes; accumulators of WGMMAs twice, as they are written later on."""
+    count = 2 * ins["groups"][:1] if ins["name"].startswith("wgmma.mma_async") else [ins["dests"]]
+    return [op[0] for n in count for op in ins["ops"][:n] if not op[1]]
+
+
 def program(text: str) -> str:
     """The text of interface.cpp's emu_load for all kernels of a PTX module."""
     reader = Reader(text)
     out = ["global " + " ".join(values) for values in reader.globals.values()]
     for kernel in reader.kernels:
+        fuse(kernel)
         out.append(f"kernel {kernel.name} {kernel.registers * ROW} {reader.static_shared} {kernel.local}")
         out += [f"param {size}" for _, size in kernel.params]
         out += [f"special {name} {offset}" for name, offset in kernel.special.items()]
