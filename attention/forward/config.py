@@ -198,6 +198,16 @@ class GatherFacts(FlashFacts):
         """Blocks of a KV tile."""
         return self.config.tile_n // self.block_size
 
+    @property
+    def boxes(self) -> bool:
+        """True if TMA loads each block of K and V, as one box of all its keys; False if cp.async copies their rows."""
+        return self.block_size >= 64
+
+    @property
+    def skips_max(self) -> bool:
+        """As FlashFacts.skips_max. Where rows of Q have all blocks of a step, the step has no mask."""
+        return self.boxes and self.head_dim < 256
+
 
 @dataclass(frozen=True)
 class Float8Facts(FlashFacts):

@@ -27,9 +27,10 @@ class FlashForward(Family):
 
             return FlashForwardFp8(facts)
         if isinstance(facts, GatherFacts):
+            from .gather.boxes import BoxForwardSm90
             from .gather.kernel import GatherForwardSm90
 
-            return GatherForwardSm90(facts)
+            return BoxForwardSm90(facts) if facts.boxes else GatherForwardSm90(facts)
         if facts.path == "sm_90":
             from .kernel_sm90 import FlashForwardSm90
 
@@ -87,9 +88,13 @@ class FlashForward(Family):
                 for opcode in divided(inspect.disassemble(cubin))
             ]
             found += [] if resources.hmma else ["no scores are recomputed"]
-        tma = facts.path == "sm_90" and not facts.gathers
-        loads, least = (resources.utmaldg, 3) if tma else (resources.ldgsts, 6)
-        return found if loads >= least else [*found, f"{loads} asynchronous loads, expected at least {least}"]
+        counts = {}
+        if facts.path != "sm_90" or isinstance(facts, GatherFacts):
+            counts["LDGSTS"] = resources.ldgsts, 6
+        if facts.path == "sm_90" and (not isinstance(facts, GatherFacts) or facts.boxes):
+            counts["UTMALDG"] = resources.utmaldg, 3
+        found += [f"{n} {name}, expected at least {least}" for name, (n, least) in counts.items() if n < least]
+        return found
 
 
 def float8_unsupported(facts: Float8Facts) -> str:

@@ -274,7 +274,7 @@ class MainloopSm90:
         if const_expr(self.has_tile_scales):
             c, work = self.scales.apply(c, work)
         if const_expr(self.policy.skips(kind)):
-            grown = self.policy.step_without_max(c, work.softcap, at_k.index)
+            grown = self.policy.step_without_max(c, work, i, at_k.index)
             c.pipe_k.consumer_release(at_k)
         else:
             c.pipe_k.consumer_release(at_k)

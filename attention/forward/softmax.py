@@ -124,6 +124,10 @@ class OnlineSoftmax:
         """Value to subtract from a tile's scaled scores."""
         return scaled_max
 
+    def subtracted_at(self, scaled_max: Float32, r: cutlass.Constexpr, c: cutlass.Constexpr) -> Float32:
+        """Value that `step_without_max` subtracts from the scaled score of a row and column."""
+        return self.subtracted(scaled_max)
+
     def in_row_sum(self, row_sum: Float32) -> Float32:
         """A tile's sum of p in the units of row_sum."""
         return row_sum
@@ -234,7 +238,7 @@ class OnlineSoftmax:
                 scaled_max = value_after(scaled_max, scores[r - 1, columns - 1])
             if const_expr(row_by_row):
                 for c in range_constexpr(columns):
-                    scores[r, c] = scores[r, c] * self.score_scale() - self.subtracted(scaled_max)
+                    scores[r, c] = scores[r, c] * self.score_scale() - self.subtracted_at(scaled_max, r, c)
             else:
                 sums.append(self.exponentials(scores, r, scaled_max))
         if const_expr(row_by_row):

@@ -85,26 +85,26 @@ class SkipMax(LazyMax):
         return self.facts.skips_max and kind == FULL
 
     @cute.jit
-    def step_without_max(self, c, softcap: Float32, stage: Int32):
-        """Scores of a full tile to P, without their row maxima if possible. Returns True if O must be rescaled.
+    def step_without_max(self, c, work: QueryWork, i: Int32, stage: Int32):
+        """Scores of full tile i to P, without their row maxima if possible. Returns True if O must be rescaled.
 
         K's stage is not yet released. Some warps of a warpgroup may have to recompute their scores and others not, so
         nothing in between may involve the whole warpgroup: no wait for its WGMMAs, and P V is still in flight.
         """
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         if const_expr(self.facts.softcap):
-            cap_scores(scores, softcap)
+            cap_scores(scores, work.softcap)
         small, *sums = softmax.step_without_max(scores, self.facts.config.groups < 3)
         if not small:
-            grown = self.step_again(c, softcap, stage, sums)
+            grown = self.step_again(c, work, i, stage, sums)
         return grown
 
-    def step_again(self, c, softcap: Float32, stage: Int32, sums: list):
+    def step_again(self, c, work: QueryWork, i: Int32, stage: Int32, sums: list):
         """`step` with recomputed scores, called if the `sums` of P are too large."""
         scores = rows_and_columns(c.acc_S)
         self.recompute(c, stage)
         if self.facts.softcap:
-            cap_scores(scores, softcap)
+            cap_scores(scores, work.softcap)
         return c.softmax.step_lazily(scores, c.softmax.too_large(sums))
 
     def recompute(self, c, stage: Int32):

@@ -32,6 +32,11 @@ CALLS = {
     "blocks of 16, D 256": ((40, 300, 16, 5), ONE | {"H": 7, "D": 256}, {"causal": True}),
     "blocks of 64, D 256": ((40, 500, 64, 3), ONE | {"H": 4, "D": 256}, {"causal": True}),
     "blocks of 128": ((24, 700, 128, 3), {"groups": 2, "H": 32, "heads": 2, "B": 1, "D": 128}, {"causal": True}),
+    "blocks of 64, 12 rows": ((70, 250, 64, 3), {"groups": 2, "H": 24, "heads": 2, "D": 128}, {}),
+    "blocks of 128, 12 rows": ((24, 450, 128, 2), {"groups": 2, "H": 24, "heads": 2, "D": 64}, {"causal": True}),
+    "blocks of 64, sinks": ((24, 400, 64, 3), ONE | {"H": 16, "D": 64}, {"sinks": torch.linspace(-2, 2, 16)}),
+    "blocks of 64, D 192": ((40, 500, 64, 3), ONE | {"H": 4, "D": 192}, {"causal": True}),
+    "blocks of 64, cap": ((40, 500, 64, 3), ONE | {"H": 4, "D": 128, "dtype": FP16}, {"causal": True, "softcap": 3.0}),
     "sinks": ((60, 300, 4, 20), ONE | {"H": 12, "D": 128}, {"causal": True, "sinks": torch.linspace(-2, 2, 12)}),
     "tokens": ((40, 300, 1, 40), ONE | {"H": 4, "D": 64}, {"causal": True}),
     "tokens, D 256": ((40, 300, 1, 40), ONE | {"H": 4, "D": 256}, {"causal": True}),
@@ -40,7 +45,8 @@ CALLS = {
     "one row per token": ((300, 400, 64, 2), {"B": 1, "groups": 2, "H": 2, "heads": 2, "D": 64}, {"causal": True}),
 }
 ON_EMULATOR = ("12 rows a token", "two batches, not causal", "16 rows a token", "blocks of 16", "blocks of 128")
-ON_EMULATOR += ("sinks", "tokens")
+ON_EMULATOR += ("sinks", "tokens", "blocks of 64, 12 rows", "blocks of 128, 12 rows", "blocks of 64, sinks")
+ON_EMULATOR += ("blocks of 64, D 256",)
 
 
 def checked(where: str, call: tuple, seed: int = 1, **terms) -> None:
@@ -105,14 +111,26 @@ def test_strides(where):
     checked(where, tuple(t.cuda() if where == "cuda" else t for t in call) + (size,), causal=True)
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@WHERE
+def test_scores_that_outgrow_the_first_steps(where, size):
+    """Steps without row maxima are computed again, with their mask, if a row's scores are much larger than before."""
+    q, k, v, indices, size = call_of(24, 700, size, 4, **ONE, H=16, D=64)
+    q[:, :, ::3, 0] = 8  # in every third token scores are larger by 6 every 64 keys, from the last to the first
+    k[..., 0] = (700 - torch.arange(700)) // 64 * 6
+    checked(where, tuple(t.cuda() if where == "cuda" else t for t in (q, k, v, indices)) + (size,), causal=True)
+
+
 @needs_compiler
 @pytest.mark.sm_90
+@pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize(
     ("removed", "said"),
     [("fence.proxy.async", "which a cp.async wrote"), ("cp.async.mbarrier.arrive.noinc", "no warp can go on")],
 )
-def test_a_planted_fault(removed, said):
-    """The emulator knows what the kernel needs: a proxy fence after the wait for cp.async, and their arrivals."""
+def test_a_planted_fault(size, removed, said):
+    """The emulator knows what the kernel needs: a proxy fence after the wait for cp.async, and their arrivals. Blocks
+    of 64 are loaded by TMA, only Q by cp.async."""
 
     def without(text: str) -> str:
         return "\n".join("" if removed in line else line for line in text.splitlines())
@@ -122,7 +140,7 @@ def test_a_planted_fault(removed, said):
             return known(cache, facts, build)
         return emulate_entry("sm_90a", FLASH_FORWARD.entry(facts), FLASH_FORWARD.arguments(facts), without)
 
-    call = call_of(20, 100, 64, 2, **ONE, H=4, D=64)
+    call = call_of(20, 100, size, 2, **ONE, H=4, D=64)
     with on_emulator("sm_90", sms=1), pytest.MonkeyPatch.context() as patch:
         known = KernelCache.get
         patch.setattr(KernelCache, "get", get)

@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.tile.ptx import to_e4m3
 
 from ..config import Float8Facts
+from ..mask_and_softmax import QueryWork
 from ..softmax import OnlineSoftmax, exp2, quad_max, row_max_of, rows_and_columns
 from ..softmax_policy import SkipMax
 from .recompute import recompute_fp8_scores
@@ -37,14 +38,14 @@ class SkipMaxFast(SkipMaxFp8):
         return self.softmax.of_rows(2, scale_log2, rescale_threshold=threshold, headroom=HEADROOM, largest_p=LARGEST)
 
     @cute.jit
-    def step_again(self, c, softcap: Float32, stage: Int32, sums: list):
+    def step_again(self, c, work: QueryWork, i: Int32, stage: Int32, sums: list):
         softmax, scores, grown = c.softmax, rows_and_columns(c.acc_S), cutlass.Boolean(False)
         finite = (sums[0] < Float32.inf) & (sums[1] < Float32.inf)
         if cute.arch.vote_all_sync(finite):
             rescale_to_headroom(softmax, scores, sums)
             grown = cutlass.Boolean(True)
         else:
-            grown = SkipMaxFp8.step_again(self, c, softcap, stage, sums)
+            grown = SkipMaxFp8.step_again(self, c, work, i, stage, sums)
         return grown
 
     @cute.jit

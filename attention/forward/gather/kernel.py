@@ -1,4 +1,5 @@
-"""The sm_90 attention kernel with gathered KV tiles: the dense kernel with another producer.
+"""The sm_90 attention kernel with gathered KV tiles: the dense kernel with another producer. Blocks of 64 keys and more
+have the one of boxes.py.
 
     warpgroup 0      producer; all warps gather Q, K and V by cp.async, and the first fetches query tiles
     warpgroups 1, 2  consumers; each owns 64 rows of the query tile

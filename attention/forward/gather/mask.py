@@ -74,12 +74,60 @@ def mask_members(
 ):
     """Set scores to -inf where a token has not selected a key's block and, in partial steps, after its position and
     past the end of K. Then load the words of the next step."""
-    size, tile_n, words = const_expr(facts.block_size), const_expr(facts.config.tile_n), work.members.words
+    mask_step(facts, scores, work, i, partial)
+    load_words(work.members, work.tiles, i + 1)
+
+
+@cute.jit
+def mask_step(
+    facts: cutlass.Constexpr,
+    scores: cute.Tensor,  # (2, columns) of this thread
+    work,  # mask_and_softmax.QueryWork
+    i,  # index of the visited step
+    partial: cutlass.Constexpr[bool],
+):
+    """mask_members without the next step's words."""
     low, step = cute.arch.lane_idx() % 4 * 2, work.tiles.at(i)
+    shifted = shifted_words(facts, work, low, step)
+    if const_expr(facts.boxes and not partial):
+        every = const_expr((1 << facts.per_tile) - 1)  # block of the step
+        if shifted[0][0] & shifted[1][0] & every != every:
+            mask_blocks(facts, scores, work, shifted, low, step, partial)
+    else:
+        mask_blocks(facts, scores, work, shifted, low, step, partial)
+
+
+@cute.jit
+def shifted_words(facts: cutlass.Constexpr, work, low: Int32, step: Int32) -> list:
+    """Words of a step (rows, words) shifted by the number of the block of column `low`."""
+    size, tile_n, words = const_expr(facts.block_size), const_expr(facts.config.tile_n), work.members.words
     shift = low // size
     if const_expr(tile_n < SIDE and size > 1):
         shift += step % const_expr(SIDE // tile_n) * const_expr(facts.per_tile)
-    shifted = [[words[w, r] >> shift for w in range(words_per_step(facts))] for r in range(ROWS)]
+    return [[words[w, r] >> shift for w in range(words_per_step(facts))] for r in range(ROWS)]
+
+
+@cute.jit
+def hidden_blocks(facts: cutlass.Constexpr, work, i) -> list:
+    """Values (rows, blocks of the i-th step) to subtract from scores besides their maximum: inf if the row's token has
+    not selected the block, else 0. Every block has all columns of a thread, or none."""
+    words = shifted_words(facts, work, Int32(0), work.tiles.at(i))
+    bits = [[words[r][0] & const_expr(1 << block) for block in range(facts.per_tile)] for r in range(ROWS)]
+    return [[select_(bit != 0, Float32(0.0), Float32.inf) for bit in row] for row in bits]
+
+
+@cute.jit
+def mask_blocks(
+    facts: cutlass.Constexpr,
+    scores: cute.Tensor,  # (2, columns) of this thread
+    work,  # mask_and_softmax.QueryWork
+    shifted: list,  # (rows, words per step): bits of a step, shifted by this lane's first block
+    low: Int32,  # first column of the thread
+    step: Int32,
+    partial: cutlass.Constexpr[bool],
+):
+    """Set scores to -inf, as mask_members."""
+    size = const_expr(facts.block_size)
     block, position, number = Int32(0), Int32(0), const_expr(-1)
     for c in range_constexpr(cute.size(scores, mode=[1])):
         key = const_expr(c // 2 * 8 + c % 2)  # the first lane's
@@ -93,4 +141,3 @@ def mask_members(
             if const_expr(partial):
                 seen = seen & (position < work.members.end[r])
             scores[r, c] = select_(seen, scores[r, c], -Float32.inf)
-    load_words(work.members, work.tiles, i + 1)

@@ -48,10 +48,10 @@ class GatheredValues(Values):
         return None, tensor
 
 
-def gathering(facts: GatherFacts) -> Arrivals:
-    """Arrivals at the rings of Q, K and V: each producer thread's when its copies have landed, and a thread's of each
-    consumer warp."""
-    return Arrivals(WARPS, 4 * facts.config.groups, filling=32)
+def gathering(facts: GatherFacts, warps: int = WARPS) -> Arrivals:
+    """Arrivals at a ring that `warps` producer warps fill: each of their threads' when its copies have landed, and a
+    thread's of each consumer warp."""
+    return Arrivals(warps, 4 * facts.config.groups, filling=32)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gather:
-    """Copies of one producer warp."""
+    """Copies of one producer warp among those that copy."""
 
     facts: cutlass.Constexpr[GatherFacts]
     warp: Int32
+    warps: cutlass.Constexpr[int] = WARPS  # that copy Q
 
     @property
     def keys(self) -> int:
@@ -121,16 +122,21 @@ class Gather:
         head: (Sq, D, query heads) from the KV head's first query head on.
         """
         tile_m, width = const_expr(self.facts.config.tile_m), head.element_type.width // 8
+        copies = const_expr(-(-tile_m // AT_ONCE // self.warps))  # of AT_ONCE rows; the last warp may have fewer
         tile, lane = const_expr(tile_m * LINE), cute.arch.lane_idx()
-        own = self.warp * const_expr(tile_m // WARPS) + lane // CHUNKS
+        own = self.warp * const_expr(copies * AT_ONCE) + lane // CHUNKS
         at, chunk = head.iterator.toint() + Int64(lane % CHUNKS * VECTOR_BYTES), lane % CHUNKS
-        for i in range_constexpr(tile_m // WARPS // AT_ONCE):
+        for i in range_constexpr(copies):
             row = first + own + AT_ONCE * i
             token, h = row // heads.qhead_per_kvhead, row % heads.qhead_per_kvhead
             source = at + (Int64(token) * head.stride[0] + Int64(h) * head.stride[2]) * width
             place = to + (own + AT_ONCE * i) * LINE + (chunk ^ (own + AT_ONCE * i) % CHUNKS) * VECTOR_BYTES
-            for part in range_constexpr(self.facts.head_dim * 2 // LINE):
-                self.copy_chunk(source + part * LINE, place + part * tile, token < head.shape[0])
+            if const_expr((i + 1) * self.warps * AT_ONCE <= tile_m):
+                for part in range_constexpr(self.facts.head_dim * 2 // LINE):
+                    self.copy_chunk(source + part * LINE, place + part * tile, token < head.shape[0])
+            elif own + AT_ONCE * i < tile_m:
+                for part in range_constexpr(self.facts.head_dim * 2 // LINE):
+                    self.copy_chunk(source + part * LINE, place + part * tile, token < head.shape[0])
 
     @cute.jit
     def copy_chunk(self, source: Int64, to: Int32, exists: Boolean):
