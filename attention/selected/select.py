@@ -53,9 +53,8 @@ def select_blocks(
 
     Returns:
         (B, Sq, top) int32, or (B, Sq, groups, top): ascending blocks, padded with -1 where a token has fewer. Of equal
-        scores the first block is selected, so results are identical on every run. Scores that are NaN count as the
-        largest, or with the sign bit set as the smallest; but the sm_90 kernel of scores takes products that are NaN
-        for 0 with an activation, and leaves them out of a block's maximum.
+        scores the first block is selected, so results are identical on every run. NaN counts as the largest score, as
+        in torch.topk, and a block whose scores have a NaN among them has NaN as their maximum, sum or average.
 
     Does not synchronize, and can be captured in a CUDA graph. The result has no gradient. GPUs need up to 512 MB of
     memory for the scores. Lists of more than 8,192 blocks (sm_86, sm_89: 4,096) are selected by torch.topk.
@@ -106,10 +105,10 @@ def _check(q_index, k_index, top, block_size, causal, local, initial, pool, acti
     if activation not in (None, "relu"):
         raise ValueError(f'{OP}: activation must be "relu" or None, got {activation!r}')
     (batch, heads, _, width), lists = q_index.shape, groups or 1
-    if heads % lists or k_index.shape[1] not in (1, lists):
+    if heads < 1 or heads % lists or k_index.shape[1] not in (1, lists):
         raise ValueError(
-            f"{OP}: the heads of q_index must be a multiple of groups ({lists}), and those of k_index 1 or groups; got "
-            f"{heads} and {k_index.shape[1]}"
+            f"{OP}: the heads of q_index must be at least 1 and a multiple of groups ({lists}), and those of k_index 1 "
+            f"or groups; got {heads} and {k_index.shape[1]}"
         )
     if k_index.shape[0] != batch or k_index.shape[3] != width:
         raise ValueError(

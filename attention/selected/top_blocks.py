@@ -107,7 +107,8 @@ def _keys(score: Tensor, position, columns, block_size, causal, local, initial, 
     not be selected, the largest for those that are always selected. whole: a block that is not complete at a position
     is no candidate."""
     block = torch.arange(score.shape[-1], device=score.device)
-    bits = (score + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    # -0.0 becomes 0.0, and NaN of any sign one NaN above all numbers, below what is always selected
+    bits = (score + 0.0).masked_fill(score.isnan(), float("nan")).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     later = 2**31 - 1 - block
     key = (ordered << 32) + later

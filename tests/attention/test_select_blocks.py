@@ -47,7 +47,10 @@ def plainly(q, k, top, block_size, *, causal=False, local=0, initial=0, pool="me
                     return score[i, n * block_size : min((n + 1) * block_size, p + 1)].max().item()
 
                 values = {n: INF if n in forced else value(n) for n in visible}
-                ranked = sorted((n for n in visible if values[n] is not None), key=lambda n: (-values[n], n))[:top]
+                candidates = [n for n in visible if values[n] is not None]
+                nan = {n for n in candidates if values[n] != values[n]}  # above infinity, as in torch.topk
+                rank = {n: (n not in forced, n not in nan, 0 if n in nan else -values[n], n) for n in candidates}
+                ranked = sorted(candidates, key=rank.__getitem__)[:top]
                 found[b, i, g, : len(ranked)] = torch.tensor(sorted(ranked), dtype=torch.int32)
     return found if groups else found[:, :, 0]
 
@@ -73,6 +76,23 @@ def test_lists(where, name, monkeypatch):
     with on_emulator(where) if where.startswith("sm_") else nullcontext(), poisoned_empty():
         found = select_blocks(q, k, *sizes, **terms)
     assert found.dtype is torch.int32 and torch.equal(found.cpu(), plainly(q, k, *sizes, **terms))
+
+
+@PLACES
+@pytest.mark.parametrize("name", [*CASES, "three heads"])
+def test_nan_is_the_largest_score(where, name):
+    """NaN of either sign, in one head, in all scores of a row, and beside infinities."""
+    three = ((20, 70), {"heads": 3}, (2, 16), {"pool": "max", "activation": "relu"})
+    lengths, shape, sizes, terms = CASES.get(name, three)
+    q, k = indexer(*lengths, **shape)
+    q[0, 0, 3], q[1, -1, 5, 2], k[0, :, 11], k[0, :, 2, 1] = float("nan"), float("nan"), -float("nan"), float("nan")
+    if "activation" in terms:  # without one, heads are added before they are multiplied by infinities
+        k[1, :, 9, 3], k[1, :, 18, 4] = INF, -INF
+    expected = plainly(q, k, *sizes, **terms)
+    q, k = (t.to(where if where == "cuda" else "cpu") for t in (q, k))
+    with on_emulator(where) if where.startswith("sm_") else nullcontext(), poisoned_empty():
+        found = select_blocks(q, k, *sizes, **terms)
+    assert torch.equal(found.cpu(), expected)
 
 
 @needs_compiler
@@ -140,6 +160,7 @@ def test_a_graph():
         ({"pool": "min"}, ValueError, 'pool must be "mean" or "max"'),
         ({"activation": "gelu"}, ValueError, 'activation must be "relu" or None'),
         ({"groups": 3}, ValueError, r"multiple of groups \(3\)"),
+        ({"q_index": torch.zeros(2, 0, 9, 16).bfloat16()}, ValueError, "heads of q_index must be at least 1"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"k_index": torch.zeros(2, 1, 9, 16)}, TypeError, "k_index is torch.float32"),
         ({"k_index": torch.zeros(1, 1, 9, 16).bfloat16()}, ValueError, "same batch size"),

@@ -61,6 +61,14 @@ def odd(*shape) -> torch.Tensor:
     return score
 
 
+def nan(*shape) -> torch.Tensor:
+    """Scores with NaN of both signs, in some rows more than a list is long."""
+    score = torch.randn(shape)
+    score[..., 1::7], score[..., 5], score[..., 6] = float("nan"), -float("nan"), INF
+    score[0, 0, 0, 40:-40] = -float("nan")
+    return score
+
+
 SCORES_OF = {
     "normal": torch.randn,
     "few values": lambda *shape: torch.randint(0, 3, shape).float(),
@@ -70,6 +78,7 @@ SCORES_OF = {
     "equal": torch.zeros,
     "-inf": lambda *shape: torch.full(shape, -INF),
     "odd": odd,
+    "NaN": nan,
     "negative": lambda *shape: -torch.randn(shape).abs() - 1,
 }
 # (blocks, top): short rows by warps, others with a buffer
@@ -121,7 +130,7 @@ def test_facts():
     assert facts_for("sm_90a", 2**20, 8192).capacity == 16384 and facts_for("sm_90a", 2**20, 8193) is None
     assert TOP.unsupported(TopFacts("sm_86", 16384)).startswith("lists of 8192 blocks need 135")
     text = SCORES.unsupported(ScoreFacts("sm_90a", "bfloat16", 128, 8, True, 1, False))
-    assert text == "8 heads of 128 need too much shared memory; use at most 4"
+    assert text == "8 heads of 128 need too much shared memory; use at most 5"
     assert score_facts_for("sm_80", "bfloat16", 128, 4, True, 1, False) is None
 
 

@@ -182,14 +182,17 @@ template <class T, bool IS_FLOAT> void comparisons(Table& t, const std::string& 
 
 template <class T> T larger(T a, T b) { return a != a ? b : b != b ? a : a > b || (a == b && !std::signbit(a)) ? a : b; }
 template <class T> T smaller(T a, T b) { return a != a ? b : b != b ? a : a < b || (a == b && std::signbit(a)) ? a : b; }
-template <class T> T or_nan(T a, T b, T c) { return a != a || b != b ? T(NAN) : c; }
+// A result in FP32 that is NaN has these bits, whatever the operands' were; in FP64 they are left alone.
+inline float canonical(float x) { return x != x ? as_float(0x7fffffff) : x; }
+inline double canonical(double x) { return x; }
+template <class T> T or_nan(T a, T b, T c) { return a != a || b != b ? canonical(T(NAN)) : c; }
 
 template <class T> void floats(Table& t, const std::string& s) {
-    t["add." + s] = {binary<T, T, T, [](T a, T b) { return a + b; }>};
-    t["sub." + s] = {binary<T, T, T, [](T a, T b) { return a - b; }>};
-    t["mul." + s] = {binary<T, T, T, [](T a, T b) { return a * b; }>};
+    t["add." + s] = {binary<T, T, T, [](T a, T b) { return canonical(a + b); }>};
+    t["sub." + s] = {binary<T, T, T, [](T a, T b) { return canonical(a - b); }>};
+    t["mul." + s] = {binary<T, T, T, [](T a, T b) { return canonical(a * b); }>};
     t["div." + s] = t["div.full." + s] = t["div.approx." + s] = {binary<T, T, T, [](T a, T b) { return a / b; }>};
-    t["fma." + s] = {ternary<T, T, T, [](T a, T b, T c) { return std::fma(a, b, c); }>};
+    t["fma." + s] = {ternary<T, T, T, [](T a, T b, T c) { return canonical(std::fma(a, b, c)); }>};
     t["min." + s] = {binary<T, T, T, smaller<T>>};
     t["max." + s] = {binary<T, T, T, larger<T>>};
     t["min.NaN." + s] = {binary<T, T, T, [](T a, T b) { return or_nan(a, b, smaller(a, b)); }>};

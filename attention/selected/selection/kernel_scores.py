@@ -210,7 +210,7 @@ class BlockScores:
     def add(self, score: cute.Tensor, part: cute.Tensor, clear: bool) -> None:
         """Add the ReLU of a head's products to the scores."""
         for i in range(cute.size(score)):
-            value = cute.arch.fmax(part[i], 0.0)
+            value = self.larger(part[i], 0.0)
             score[i] = value if clear else score[i] + value
 
     @cute.jit
@@ -232,7 +232,7 @@ class BlockScores:
                         cute.autovec_copy(values[None, r, i], cute.make_tensor(place, 2))
             elif const_expr(facts.pool == 4):
                 for i in range_constexpr(TILE // 8):
-                    value = self.across(cute.arch.fmax(values[0, r, i], values[1, r, i]), 2)
+                    value = self.across(self.larger(values[0, r, i], values[1, r, i]), 2)
                     self.write(mS, own, n * (TILE // 4) + 2 * i + lane % 4 // 2, value, lane % 2 == 0)
             else:
                 eights = const_expr(facts.pool // 8)
@@ -240,7 +240,7 @@ class BlockScores:
                     value = values[0, r, j * eights]
                     for i in range_constexpr(eights):
                         for c in range_constexpr(2):
-                            value = cute.arch.fmax(value, values[c, r, j * eights + i])
+                            value = self.larger(value, values[c, r, j * eights + i])
                     self.write(mS, own, n * (TILE // facts.pool) + j, self.across(value, 4), lane % 4 == 0)
 
     @cute.jit
@@ -253,10 +253,14 @@ class BlockScores:
                     if 8 * i + c >= limit:
                         values[c, r, i] = Float32(-float("inf"))
 
+    def larger(self, a, b) -> Float32:
+        """The maximum; NaN if one of them is, as in torch."""
+        return cute.arch.fmax(a, b, nan=True)
+
     def across(self, value: Float32, lanes: int) -> Float32:
         """The maximum over 2 or 4 neighboring lanes."""
         for distance in range(1, lanes // 2 + 1):
-            value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, distance))
+            value = self.larger(value, cute.arch.shuffle_sync_bfly(value, distance))
         return value
 
     @cute.jit

@@ -52,7 +52,7 @@ def bounds_of(terms: Terms, row: Int32) -> Bounds:
 
 @cute.jit
 def key_of(score: Float32) -> Int32:
-    """An integer in the order of FP32 numbers; -0.0 is 0.0."""
+    """An integer in the order of FP32 numbers; -0.0 is 0.0, and NaN the largest: a sum that is NaN is 0x7FFFFFFF."""
     bits = bits_of(score + Float32(0.0))
     if bits < 0:
         bits = bits ^ 0x7FFFFFFF

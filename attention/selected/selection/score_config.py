@@ -8,7 +8,7 @@ from cute_kernels.arch import arch_named
 TILE = 128  # rows of a query tile, and keys of a KV tile
 GROUPS = 2  # consumer warpgroups, 64 rows each
 HEAD_DIMS = (64, 128)
-HEADS = (1, 2, 4, 8)  # per list
+MOST_HEADS = 8  # per list
 POOLS = (1, 4, 16, 64, 128)  # keys of which a score is the maximum
 MOST_STAGES = 4
 
@@ -39,10 +39,14 @@ class ScoreFacts:
         return TILE * self.head_dim * 2
 
     @property
+    def tiles(self) -> int:
+        """Query and KV tiles that fit into shared memory."""
+        return (arch_named(self.arch).smem - 2048) // self.tile_bytes
+
+    @property
     def stages(self) -> int:
         """KV tiles that fit beside the query tiles of all heads."""
-        free = arch_named(self.arch).smem - 2048 - self.heads * self.tile_bytes
-        return min(MOST_STAGES, free // self.tile_bytes)
+        return min(MOST_STAGES, self.tiles - self.heads)
 
 
 def facts_for(
@@ -61,13 +65,11 @@ def reason_against(facts: ScoreFacts) -> str:
     for name, value, known in (
         ("dtype", facts.dtype, ("bfloat16", "float16")),
         ("head_dim", facts.head_dim, HEAD_DIMS),
-        ("heads", facts.heads, HEADS),
+        ("heads", facts.heads, range(1, MOST_HEADS + 1)),
         ("pool", facts.pool, POOLS),
     ):
         if value not in known:
             return f"{name} must be one of {', '.join(map(str, known))}, got {value}"
     if facts.stages < 2:
-        return (
-            f"{facts.heads} heads of {facts.head_dim} need too much shared memory; use at most {512 // facts.head_dim}"
-        )
+        return f"{facts.heads} heads of {facts.head_dim} need too much shared memory; use at most {facts.tiles - 2}"
     return ""

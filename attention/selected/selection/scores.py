@@ -11,7 +11,7 @@ from cute_kernels.runtime.families import function_for
 from ...checks import tma_ready
 from ..pooling import averaged, largest
 from .config import VECTOR
-from .score_config import HEAD_DIMS, HEADS, POOLS, ScoreFacts, facts_for
+from .score_config import HEAD_DIMS, POOLS, ScoreFacts, facts_for
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -64,11 +64,7 @@ class KernelScores(TorchScores):
 
     def __init__(self, facts: ScoreFacts, q: Tensor, k: Tensor, *terms):
         super().__init__(q, k, *terms)
-        self.heads_first = aligned(q.flatten(1, 2), facts.head_dim)
-        if q.shape[2] < facts.heads:  # heads of zeros, to a number that there is a kernel for
-            self.heads_first = nnf.pad(q, (0, facts.head_dim - q.shape[4], 0, 0, 0, facts.heads - q.shape[2]))
-            self.heads_first = self.heads_first.flatten(1, 2)
-        self.k = aligned(k, facts.head_dim)
+        self.heads_first, self.k = aligned(q.flatten(1, 2), facts.head_dim), aligned(k, facts.head_dim)
         self.function, self.max_ctas = function_for(facts), device_arch(q.get_device())[1]
 
     @property
@@ -100,12 +96,11 @@ def scores_of(q_index, k_index, block_size: int, causal: bool, pool: str, activa
     q, k = operands(q_index, k_index, block_size, pool, activation, groups)
     pools = pool == "max" and block_size > 1
     terms = q, k, (q_index.shape[2], k_index.shape[2]), block_size, causal, activation is not None, pools
-    heads = next((n for n in HEADS if n >= q.shape[2]), None)
     head_dim = next((n for n in HEAD_DIMS if n >= q.shape[4]), None)
-    if q.dtype in SHORT and heads and head_dim and forced_path() != "sm_80":
+    if q.dtype in SHORT and head_dim and forced_path() != "sm_80":
         arch = device_arch(q.get_device())[0].target
         keys = block_size if pools else POOLS[0]
-        facts = facts_for(arch, NAMES[q.dtype], head_dim, heads, activation is not None, keys, causal)
+        facts = facts_for(arch, NAMES[q.dtype], head_dim, q.shape[2], activation is not None, keys, causal)
         if facts is not None:
             return KernelScores(facts, *terms)
     return TorchScores(*terms)
