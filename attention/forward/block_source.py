@@ -5,6 +5,9 @@
 A block spans `tiles_q` query tiles, which visit the same lists, and `steps` KV tiles, which are visited one after the
 other. The last block may extend past the last column of K, even by whole tiles. Shared memory holds zeros there, and
 the block is partial, so these columns are masked.
+
+Lists may contain numbers that are no block (BlockMask.from_indices). They count as the block after the last one, of
+which nothing exists: in memory nothing is read for it, and among partial blocks all of it is masked.
 """
 
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ class BlockTiles:
     ends: tuple  # number of tiles up to the end of each segment
     index: cute.Tensor  # (both widths,): block columns; full blocks begin at `width`
     width: Int32
+    cols: Int32  # block columns, Mk
     steps: cutlass.Constexpr[int]  # KV tiles per block
     kinds: cutlass.Constexpr[tuple] = (PARTIAL, FULL)
     first: cutlass.Constexpr[int] = EITHER
@@ -36,11 +40,17 @@ class BlockTiles:
         """Index of the i-th tile; past the last one, the index of some other tile."""
         block = cutlass.min(i // self.steps, self.blocks - 1)
         place = block + Int32(block >= self.partial) * (self.width - self.partial)
-        return Int32(self.index[place]) * self.steps + i % self.steps
+        return self.column(place) * self.steps + i % self.steps
 
     def at_partial(self, i) -> Int32:
         """Index of the i-th tile, which must be in the partial segment."""
-        return Int32(self.index[i // self.steps]) * self.steps + i % self.steps
+        return self.column(i // self.steps) * self.steps + i % self.steps
+
+    def column(self, place) -> Int32:
+        """A listed block column; Mk if it is none."""
+        column = Int32(self.index[place])
+        exists = Int32((column >= 0) & (column < self.cols))
+        return exists * column + (1 - exists) * self.cols
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class BlockSource:
     width: Int32  # of kv_indices
     mask_tensors: tuple  # inputs of the element mask
     tiles_q: cutlass.Constexpr[int]  # query tiles per block
+    block_k: cutlass.Constexpr[int]
     steps: cutlass.Constexpr[int]  # KV tiles per block
     heads: OneHead | GqaPacking = OneHead()
 
@@ -65,6 +76,7 @@ class BlockSource:
             (tile.partial * self.steps, tile.blocks * self.steps),
             self.index[b, h, row, None],
             self.width,
+            (seqlen.cols + (self.block_k - 1)) // self.block_k,
             self.steps,
         )
 
@@ -105,4 +117,4 @@ def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
     ordered = OrderedScheduler(
         scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.qhead_per_kvhead, table=table
     )
-    return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, steps)
+    return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, kind.block_k, steps)

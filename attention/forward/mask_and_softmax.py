@@ -42,6 +42,8 @@ def mask_and_softmax(
         cap_scores(scores, work.softcap)
     if const_expr(facts.score is not None):
         n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
+        if const_expr(facts.blocks is not None and kind == FULL):  # tensors are not read past their ends
+            n = cutlass.min(n, work.seqlen.cols // facts.config.tile_n - 1)
         position = work.source, work.row, n * facts.config.tile_n, work.tile, work.seqlen
         change_scores(scores, facts.score, work.score_tensors, work.softcap, *position, kind == FULL)
     if const_expr(facts.gathers):

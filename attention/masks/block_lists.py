@@ -49,7 +49,7 @@ def equal_counts(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
-    """The bool table (..., Mq, cols) of a list whose columns are in range."""
+    """The bool table (..., Mq, cols) of a list; numbers that are no column are ignored."""
     table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)
     mark(table, count, index)
     return table[..., :cols]
@@ -58,8 +58,24 @@ def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
 def mark(table: Tensor, count: Tensor, index: Tensor) -> None:
     """Set the listed columns of a bool table (..., Mq, cols + 1) to True. Its last column is not one: unlisted entries
     set it, too."""
+    cols = table.shape[-1] - 1
     unlisted = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) >= count[..., None]
-    table.scatter_(-1, index.masked_fill(unlisted, table.shape[-1] - 1).long(), True)
+    table.scatter_(-1, index.masked_fill(unlisted | (index < 0) | (index >= cols), cols).long(), True)
+
+
+def check_columns(index: Tensor, cols: int) -> None:
+    """Check that all entries of (B, H, Mq, width) lists are columns, if that needs no synchronization.
+
+    Raises:
+        IndexError: one is not.
+    """
+    if index.device.type != "cpu" or type(index) is not Tensor or is_compiling():
+        return
+    for b, h, r, i in ((index < 0) | (index >= cols)).nonzero()[:1].tolist():
+        raise IndexError(
+            f"indices[{b}, {h}, {r}, {i}] must be in [0, {cols}), the blocks of a row, got {index[b, h, r, i]}; pass "
+            "padded=True if entries that are no block, such as -1, should be ignored"
+        )
 
 
 def chunks(total: int, each: int) -> Iterator[tuple[int, int]]:

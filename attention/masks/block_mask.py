@@ -246,6 +246,7 @@ class BlockMask(Pictured):
         lengths: Sequence[int],
         mask_mod: MaskMod | None = None,
         block_sizes: Tensor | None = None,
+        padded: bool = False,
     ) -> BlockMask:
         """Create the mask that computes equally many blocks in each row, such as the top k of a step of generation.
 
@@ -254,19 +255,25 @@ class BlockMask(Pictured):
         between replays.
 
         Args:
-            indices: (B, H, Mq, top) int32, contiguous: the columns of blocks of each row, in any order, each once. B
-                and H may be 1. The contents are not checked: a column out of range makes a kernel read memory outside K
-                and V.
+            indices: (B, H, Mq, top) int32, contiguous: the columns of blocks of each row, in any order. B and H may be
+                1. A row must not list a column twice, which is not checked: forward would count it twice.
             blocksize, lengths: see BlockMask.
             mask_mod: the element mask of all listed blocks; None: no element is masked, but columns past the last one.
             block_sizes: (Mk,) int32, the number of valid keys in each block of columns, for tiles of a video that end
                 in padding: the first keys of a block are valid, and the others are masked. Its contents may change.
                 Rows of padding attend like other rows, so their outputs must be ignored, and their gradients be 0.
                 None: all keys are valid.
+            padded: True if rows may list fewer blocks: entries that are no column, such as -1, are ignored, wherever
+                they are. Kernels then compare each column with the last one, as they do with a mask_mod. False: all
+                entries are columns, which is checked on the CPU, and not on a GPU, where it would synchronize. There an
+                entry that is no column is ignored, too, but if no element is masked (without mask_mod and block_sizes,
+                and Sk a multiple of block_k), forward counts it as a block of keys and values that are 0. No memory
+                outside of K and V is read for it, and other rows are not affected.
 
         Raises:
             TypeError: `indices` or block_sizes is not a strided int32 tensor, or mask_mod is not callable.
             ValueError: a shape, stride, length, device or block is wrong.
+            IndexError: an entry of a list on the CPU is no column, and `padded` is False.
 
         Example:
             top = scores.topk(64, sorted=False).indices.int()  # (B, H, Mq, 64), of scores (B, H, Mq, Mk)
@@ -280,8 +287,11 @@ class BlockMask(Pictured):
         lengths, blocksize = pair(lengths, "lengths"), pair(blocksize, "blocksize")
         if block_sizes is not None:
             mask_mod = _with_sizes(block_sizes, mask_mod, -(-lengths[1] // blocksize[1]), blocksize[1], indices.device)
-        full = mask_mod is None and lengths[1] % blocksize[1] == 0
-        return cls.of_equal_rows(indices, full, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
+        full = mask_mod is None and not padded and lengths[1] % blocksize[1] == 0
+        mask = cls.of_equal_rows(indices, full, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
+        if not padded:
+            block_lists.check_columns(indices, mask.n_block_cols)
+        return mask
 
     @classmethod
     def of_equal_rows(cls, indices: Tensor, full: bool, **facts) -> BlockMask:
@@ -507,8 +517,8 @@ class BlockMask(Pictured):
 
     def block_density(self) -> float:
         """Fraction of blocks that are listed; 0.0 without blocks. Synchronizes."""
-        blocks = self.kv_num_blocks.numel() * self.n_block_cols
-        return (self.kv_num_blocks.sum() + self.full_kv_num_blocks.sum()).item() / max(blocks, 1)
+        listed = torch.logical_or(*self.tables())
+        return listed.sum().item() / max(listed.numel(), 1)
 
     def to_flex(self) -> FlexBlockMask:
         """Convert to a torch.nn.attention.flex_attention.BlockMask, which shares lists that are Mk wide."""

@@ -111,7 +111,8 @@ def to_flex(mask) -> FlexBlockMask:
     """FlexAttention's mask of a BlockMask."""
     lists = list(mask.lists())
     for i in (0, 2):
-        if lists[i + 1].shape[-1] < mask.n_block_cols:  # FlexAttention uses the width as Mk when it transposes
+        # FlexAttention uses the width as Mk when it transposes, and entries that are no column as columns
+        if lists[i + 1].shape[-1] < mask.n_block_cols or mask.equal_rows:
             lists[i : i + 2] = lists_of(table_of(lists[i], lists[i + 1], mask.n_block_cols))
     facts = {"BLOCK_SIZE": mask.blocksize, "seq_lengths": mask.lengths, "mask_mod": mask.mask_mod}
     return FlexBlockMask.from_kv_blocks(*lists, **facts)

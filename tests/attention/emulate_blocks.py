@@ -81,9 +81,13 @@ class Walked:
         count, ends = number(tiles.count), [number(e) for e in tiles.ends]
         assert 0 <= ends[0] <= ends[1] == count and len(tiles.kinds) == 2
         q = torch.arange(tile.m * cfg.tile_m, min((tile.m + 1) * cfg.tile_m, rows))[:, None]
-        visited, seen = set(), torch.zeros(len(q), cols, dtype=torch.bool)
+        visited, outside, seen = set(), 0, torch.zeros(len(q), cols, dtype=torch.bool)
         for i in range(count):
             n = number(tiles.at(i))
+            if n >= -(-cols // kind.block_k) * tiles.steps:  # an entry that is no block
+                assert tiles.kinds[i >= ends[0]] != FULL and number(tiles.at_partial(i)) == n
+                outside += 1
+                continue
             visited.add(n)
             kv = torch.arange(n * cfg.tile_n, (n + 1) * cfg.tile_n)
             if tiles.kinds[i >= ends[0]] == FULL:
@@ -98,7 +102,7 @@ class Walked:
                 b, h = (torch.tensor(int(x)) for x in (tile.b, tile.h))
                 indices = [x.to(torch.int32) for x in (b, h, q + offsets[0], kv + offsets[1])]
                 seen[:, kv] = evaluate(kind.mask.program, indices, tensors).expand(len(q), len(kv))
-        assert len(visited) == count, "a tile is visited twice"
+        assert len(visited) + outside == count, "a tile is visited twice"
         if count:
             number(tiles.at(count))  # a kernel asks one ahead
         return seen

@@ -11,9 +11,11 @@ from .parts import assert_right, qkv, starts
 
 
 def lists(*lead: int, top: int, blocks: int, device="cpu") -> torch.Tensor:
-    """(*lead, top) int32 of distinct blocks in any order, some of them -1, and one in a hundred lists empty."""
+    """(*lead, top) int32 of distinct blocks in any order, some of them no block, and one in a hundred lists empty."""
     found = torch.rand(*lead, max(blocks, top)).argsort(-1)[..., :top].int()
-    found[(torch.rand(found.shape) < 0.1) | (found >= blocks)] = -1
+    none = torch.tensor([-1, -1, -1, -2, -(2**31), blocks, 2**31 - 1], dtype=torch.int32)
+    none = none[torch.randint(len(none), found.shape)]
+    found = torch.where((torch.rand(found.shape) < 0.1) | (found >= blocks), none, found)
     found[torch.rand(lead) < 0.01] = -1
     return found.to(device)
 

@@ -45,6 +45,22 @@ def equal_rows(top, side, mask_mod=None):
     return make
 
 
+def padded(side, mask_mod=None):
+    """Four entries a row, of which some are no block, and in one row of blocks all; other ones for each head."""
+
+    def make(lengths, device):
+        rows, cols = (-(-n // side) for n in lengths)
+        generator = torch.Generator().manual_seed(3)
+        indices = torch.rand(1, 4, rows, cols + 3, generator=generator).argsort(-1)[..., :4].int()
+        for number, other in ((cols, -1), (cols + 1, -(2**31)), (cols + 2, 2**31 - 1)):
+            indices.masked_fill_(indices == number, other)
+        indices[:, 1, 1] = torch.tensor([cols, 2**30, -1, -1])
+        terms = {"lengths": lengths, "mask_mod": mask_mod, "padded": True}
+        return BlockMask.from_indices(indices.contiguous().to(device), (side, side), **terms)
+
+    return make
+
+
 def some(*args, **more):
     return lambda n, dev: random_mask(n, *args, device=dev, **more)
 
@@ -66,6 +82,9 @@ CALLS = {  # name: lengths, (lengths, device) -> mask, other operands, terms
     "equal rows": ((300, 512), equal_rows(3, 64), {}, {}),
     "equal rows, whose last column of blocks is cut": ((300, 500), equal_rows(3, 128), {}, {}),
     "equal rows with a mask_mod": ((300, 512), equal_rows(2, 64, by_head), {}, {}),
+    "padded rows": ((300, 512), padded(64), {}, {}),
+    "padded rows, whose last column of blocks is cut": ((300, 500), padded(128), {}, {}),
+    "padded rows with a mask_mod": ((300, 512), padded(64, by_head), {}, {}),
     "causal": ((300, 420), some((64, 64), density=0.6, mask_mod=None), {}, {"causal": True}),
     "causal mask_mod": ((300, 420), some((64, 64), density=0.6, full=False), {}, {"causal": True}),
     "softcap and scale": ((200, 300), some((64, 64)), {}, {"softcap": 5.0, "scale": 0.3}),

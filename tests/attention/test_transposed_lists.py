@@ -55,6 +55,27 @@ def test_lists_of_a_mask(full):
         assert rows_of(*found[kind]) == rows_of(*mask.transposed()[kind])
 
 
+NO_COLUMNS = (-1, -(2**31), 9, 31, 40, 2**30, 2**31 - 1)
+
+
+def with_holes(index):
+    """Lists with entries that are no column, in all places, and a row that lists none."""
+    holes = torch.tensor(NO_COLUMNS, dtype=torch.int32)[torch.randint(len(NO_COLUMNS), index.shape)]
+    index = torch.where(torch.rand(index.shape) < 0.4, holes, index)
+    index[..., 1, :] = -1
+    return index
+
+
+@WHERE
+def test_what_is_no_column_is_ignored(where):
+    """And does not change the lists of other rows."""
+    index = with_holes(torch.rand(2, 3, 70, 9).argsort(-1)[..., :5].int())
+    table = (index[..., None] == torch.arange(9)).any(-2)
+    assert torch.equal(block_lists.table_of(torch.full(index.shape[:3], 5), index, 9), table)
+    count, rows = made(where, transposed_lists, torch.full(index.shape[:3], 5, dtype=torch.int32), index, 9)
+    assert rows_of(count, rows) == rows_of(*block_lists.lists_of(table.mT))
+
+
 def test_lists_that_are_written_to():
     """A mask of equal rows is used again after the next step's lists were written to its tensor."""
     index = torch.rand(1, 2, 6, 9).argsort(-1)[..., :4].int()

@@ -80,6 +80,8 @@ class TokenScales(HeadScales):
     def load(self, c: Consumer, work: QueryWork, i: Int32, kind: cutlass.Constexpr) -> Consumer:
         """The consumer with the scales of the i-th tile's block, whose loads are in flight."""
         n = work.tiles.at_partial(i) if const_expr(kind == PARTIAL) else work.tiles.at(i)
+        if self.facts.blocks is not None:  # which may list what is no block
+            n = cutlass.min(n, (work.seqlen.cols - 1) // self.facts.config.tile_n)
         return replace(c, softmax=c.softmax.loading(n // (SCALE_TOKENS // self.facts.config.tile_n)))
 
     def apply(self, c: Consumer, work: QueryWork) -> tuple:

@@ -18,12 +18,13 @@ def supports(indices: Tensor, cols: int) -> bool:
 
 def transposed_lists(counts: Tensor, indices: Tensor, cols: int) -> tuple[Tensor, Tensor]:
     """The counts (B, H, cols) and ascending rows (B, H, cols, Mq), both int32, of lists (B, H, Mq) and (B, H, Mq,
-    width) on a GPU, which list a column once, in any order. Rows past the counts are undefined. Does not synchronize.
+    width) on a GPU, in any order. Numbers that are no column are ignored. Rows past the counts are undefined. Does not
+    synchronize.
     """
     batch, heads, rows, _ = indices.shape
     arch = device_arch(indices.get_device())[0].target
     bits = indices.new_empty(batch, heads, rows, -(-cols // WORD))
-    families.function_for(TransposeFacts(arch, True))(counts, indices, bits)
+    families.function_for(TransposeFacts(arch, True))(counts, indices, bits, cols)
     found = indices.new_empty(batch, heads, cols), indices.new_empty(batch, heads, cols, rows)
     families.function_for(TransposeFacts(arch, False))(bits, *found)
     return found

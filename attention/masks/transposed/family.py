@@ -18,8 +18,10 @@ class TransposedLists(Family):
         return MakeBitmaps(facts) if facts.rows else Transpose(facts)
 
     def arguments(self, facts: TransposeFacts) -> tuple:
-        ranks = (3, 4, 4) if facts.rows else (4, 3, 4)
-        return *(fake_tensor("int32", n, n - 1, 1) for n in ranks), fake_stream()
+        from cutlass import Int32
+
+        ranks, numbers = ((3, 4, 4), (Int32(1),)) if facts.rows else ((4, 3, 4), ())
+        return *(fake_tensor("int32", n, n - 1, 1) for n in ranks), *numbers, fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[TransposeFacts]:
         target = arch_named(arch).target

@@ -27,15 +27,16 @@ class MakeBitmaps:
         counts: cute.Tensor,  # (B, H, Mq) int32
         columns: cute.Tensor,  # (B, H, Mq, width) int32, in any order
         bits: cute.Tensor,  # (B, H, Mq, words) int32
+        cols: Int32,  # Mk; other numbers among the columns are ignored
         stream: cuda.CUstream,
     ):
         rows = counts.shape[0] * counts.shape[1] * counts.shape[2]
-        self.kernel(counts, columns, bits).launch(
+        self.kernel(counts, columns, bits, cols).launch(
             grid=(cute.ceil_div(rows, ROWS), 1, 1), block=(ROWS * 32, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, counts: cute.Tensor, columns: cute.Tensor, bits: cute.Tensor):
+    def kernel(self, counts: cute.Tensor, columns: cute.Tensor, bits: cute.Tensor, cols: Int32):
         tidx = cute.arch.thread_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         sBits = smem.allocate_tensor(Int32, cute.make_layout((WORDS, ROWS)), 16)
@@ -51,7 +52,8 @@ class MakeBitmaps:
             cute.arch.sync_warp()
             for i in cutlass.range(lane, counts[b, h, m], 32, unroll=1):
                 column = columns[b, h, m, i]
-                cute.arch.atomic_or(sRow.iterator + (column >> 5), Int32(1) << (column & 31))
+                if (column >= 0) & (column < cols):
+                    cute.arch.atomic_or(sRow.iterator + (column >> 5), Int32(1) << (column & 31))
             cute.arch.sync_warp()
             for i in cutlass.range(lane, words, 32, unroll=1):
                 bits[b, h, m, i] = sRow[i]

@@ -1,0 +1,119 @@
+"""BlockMask.from_indices with entries that are no block: forward and backward, masks made of it, and errors."""
+
+import pytest
+import torch
+
+from attention import BlockMask, block_sparse_attention, torch_op
+from attention.backward.dispatch import ranks_of
+from attention.block_sparse import with_causal
+from cute_kernels.testing.reference import normal, poisoned_empty
+
+from ..emulator.ops import needs_compiler, on_emulator
+from .parts import assert_right, qkv
+from .test_gradients import check as check_gradients
+from .test_gradients import machine_fixture as machine_fixture
+
+LENGTHS = 192, 320
+NO_BLOCKS = (-1, -(2**31), 5, 31, 40, 2**30, 2**31 - 1)
+EMULATED = [pytest.param(arch, marks=[needs_compiler, getattr(pytest.mark, arch)]) for arch in ("sm_80", "sm_90")]
+
+
+def indices_with_holes(device="cpu") -> torch.Tensor:
+    """(1, 2, 3, 4) columns below 5, of which some are no block, and of one row all."""
+    columns = torch.rand(1, 2, 3, 5, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :4].int()
+    holes = torch.tensor(NO_BLOCKS * 4, dtype=torch.int32)[:24].view_as(columns)
+    columns = torch.where(torch.arange(24).view_as(columns) % 3 == 0, holes, columns)
+    columns[0, 1, 1] = holes[0, 1, 1]
+    return columns.to(device)
+
+
+def upper(b, h, q, kv):
+    return kv >= q
+
+
+def padded(device="cpu", lengths=LENGTHS, mask_mod=None, **terms) -> BlockMask:
+    terms = {"lengths": lengths, "mask_mod": mask_mod, "padded": True} | terms
+    return BlockMask.from_indices(indices_with_holes(device), (64, 64), **terms)
+
+
+TERMS = {"": {}, "mask_mod": {"mask_mod": upper}, "a cut block": {"lengths": (192, 300)}}
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_tables(terms):
+    """The tables of a mask, and of what is made of it, are those of a mask from a bool tensor."""
+    mask, indices = padded(**terms), indices_with_holes()
+    blocks = (indices[..., None] == torch.arange(5)).any(-2)
+    true = BlockMask.from_blocks(blocks, (64, 64), lengths=mask.lengths, mask_mod=mask.mask_mod)
+    assert torch.equal(mask.to_dense(), true.to_dense()) and mask.block_density() == true.block_density()
+    assert torch.equal(mask.to_flex().to_dense(), true.to_flex().to_dense())
+    assert torch.equal(ranks_of(mask), ranks_of(true))
+    for change in (with_causal, lambda m: m[:, 1:], lambda m: m.crop((128, 250)), lambda m: m & true):
+        assert torch.equal(change(mask).to_dense(), change(true).to_dense())
+    rebuilt = torch_op._block_mask(*torch_op.crossing(mask))
+    assert rebuilt.equal_rows and torch.equal(rebuilt.to_dense(), true.to_dense())
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("where", ["cpu", *EMULATED])
+def test_forward(where, terms):
+    mask = padded(**terms)
+    q, k, v = qkv(*mask.lengths, B=1, H=2, heads=1)
+    with poisoned_empty():
+        if where == "cpu":
+            out, lse = block_sparse_attention(q, k, v, mask, return_lse=True)
+        else:
+            with on_emulator(where, sms=2):
+                out, lse = block_sparse_attention(q, k, v, mask, return_lse=True)
+    assert_right(out, lse, q, k, v, block_mask=mask)
+    assert not out[0, 1, 64:128].any() and (lse[0, 1, 64:128] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(machine, deterministic):
+    device, kernels, _ = machine
+    mask = padded(device)
+    q, k, v = (t.requires_grad_() for t in qkv(*LENGTHS, B=1, heads=1, H=2, device=device))
+    out = block_sparse_attention(q, k, v, mask, deterministic=deterministic)
+    dout = normal(*out.shape, device=device)
+    with kernels(), poisoned_empty():
+        got = torch.autograd.grad(out, (q, k, v), dout)
+    check_gradients(got, q, k, v, mask.to_dense(1, 2), dout, None)
+
+
+@pytest.mark.parametrize("where", EMULATED)
+def test_without_padded_only_its_own_rows_are_affected(where):
+    """An entry that is no block counts there as keys and values that are 0, and nothing is read outside of K and V."""
+    q, k, v = qkv(*LENGTHS, B=1, H=2, heads=1)
+    indices = indices_with_holes()
+    mask = BlockMask.of_equal_rows(indices, True, lengths=LENGTHS, blocksize=(64, 64))
+    with on_emulator(where, sms=2), poisoned_empty():
+        out, lse = block_sparse_attention(q, k, v, mask, return_lse=True)
+    longer = [torch.cat([t, torch.zeros(1, 1, 4 * 64, 64)], 2) for t in (k, v)]  # a block of zeros for each entry
+    places = torch.where((indices >= 0) & (indices < 5), indices, torch.arange(5, 9, dtype=torch.int32))
+    true = BlockMask.from_indices(places, (64, 64), lengths=(LENGTHS[0], 9 * 64))
+    assert_right(out, lse, q, *(t.to(q.dtype) for t in longer), block_mask=true)
+
+
+def test_errors():
+    indices = indices_with_holes()
+    with pytest.raises(IndexError, match=r"indices\[0, 0, 0, 0\] must be in \[0, 5\), .* got -1; pass padded=True"):
+        BlockMask.from_indices(indices, (64, 64), lengths=LENGTHS)
+    indices[:] = torch.arange(4)
+    indices[0, 1, 2, 3] = 5
+    with pytest.raises(IndexError, match=r"indices\[0, 1, 2, 3\] must be in \[0, 5\), .* got 5"):
+        BlockMask.from_indices(indices, (64, 64), lengths=LENGTHS, mask_mod=upper)
+    assert BlockMask.from_indices(indices, (64, 64), lengths=LENGTHS, padded=True).equal_rows
+    assert BlockMask.from_indices(indices.to("meta"), (64, 64), lengths=LENGTHS).equal_rows
+
+
+def test_under_torch_compile():
+    q, k, v = qkv(*LENGTHS, B=1, H=2, heads=1)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q, k, v, indices):
+        mask = BlockMask.from_indices(indices + 0, (64, 64), lengths=LENGTHS, padded=True)
+        return block_sparse_attention(q, k, v, mask) * 1
+
+    torch._dynamo.reset()
+    assert torch.equal(compiled(q, k, v, indices_with_holes()), block_sparse_attention(q, k, v, padded()))
