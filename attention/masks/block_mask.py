@@ -525,7 +525,11 @@ class BlockMask(Pictured):
         return convert.to_flex(self)
 
     def to(self, device: torch.device | str | int) -> BlockMask:
-        """This mask on another device, with the tensors of a mask_mod of mask_mods.py; self if nothing moves."""
+        """This mask on another device, with the tensors of a mask_mod of mask_mods.py or a traced one; self if nothing
+        moves.
+
+        Tensors that another function captures stay where they are, and calls then raise TypeError.
+        """
         old = self.lists()
         new, mask_mod = [t.to(device) for t in old], moved(self.mask_mod, device)
         if mask_mod is self.mask_mod and all(a is b for a, b in zip(old, new, strict=True)):

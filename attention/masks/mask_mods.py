@@ -14,6 +14,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,17 +234,22 @@ def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
     return And(first, second)
 
 
-def moved(mask_mod: MaskMod | None, device: torch.device | str | int) -> MaskMod | None:
+def moved(mask_mod: Any, device: torch.device | str | int) -> Any:
     """The mask with the tensors in its dataclasses' fields on another device; itself if nothing moves.
 
-    Tensors captured by other functions are not moved.
+    So the tensors of a traced mask (element_mask.BoundMask), too. Those captured by other functions are not moved.
     """
+    if isinstance(mask_mod, Tensor):
+        return mask_mod.to(device)
+    if type(mask_mod) is tuple:
+        parts = tuple([moved(part, device) for part in mask_mod])
+        return mask_mod if all(a is b for a, b in zip(parts, mask_mod, strict=True)) else parts
     if not dataclasses.is_dataclass(mask_mod) or isinstance(mask_mod, type):
         return mask_mod
     changed = {}
     for field in dataclasses.fields(mask_mod):
         value = getattr(mask_mod, field.name)
-        new = value.to(device) if isinstance(value, Tensor) else moved(value, device)
+        new = moved(value, device)
         if new is not value:
             changed[field.name] = new
     return dataclasses.replace(mask_mod, **changed) if changed else mask_mod

@@ -13,7 +13,9 @@ from torch.nn.attention.flex_attention import create_block_mask as create_flex_m
 
 from attention.masks import block_lists, patterns
 from attention.masks.block_mask import BlockMask, create_block_mask
+from attention.masks.element_mask import BoundMask, trace_mask
 from attention.masks.mask_mods import And, Band, GlobalTokens, SameDocument, window_bounds
+from attention.selected.blocks import SelectedBlocks, mask_of
 from sparse_collective import BsrMatrix, random_bsr
 from tests.attention.mask_parts import (
     BLOCKSIZES,
@@ -298,6 +300,20 @@ def test_to_moves_the_masks_tensors():
     assert isinstance(there.mask_mod, And) and there.mask_mod.first.q_ids.device.type == "meta"
     assert mask.mask_mod.first.q_ids.device.type == "cpu"
     assert [f.name for f in dataclasses.fields(SameDocument)] == ["q_ids", "kv_ids", "batched"]
+
+
+def test_to_moves_the_tensors_of_a_traced_mask():
+    """Masks of selected blocks, and masks that backward and compiled calls rebuild, have one."""
+    selected = SelectedBlocks(torch.zeros(1, 64, 1, 2, dtype=torch.int32), 64, True, 2)
+    documents = patterns.documents(torch.randint(3, (128,)), blocksize=(64, 64))
+    traced = BoundMask(trace_mask(documents.mask_mod, documents.device))
+    for mask in (mask_of(selected, 1, (128, 64)), documents.with_mask_mod(traced)):
+        assert mask.to("cpu") is mask and mask.mask_mod.traced.tensors
+        there = mask.to("meta").mask_mod.traced
+        assert all(t.device.type == "meta" for t in there.tensors)
+        assert there.program is mask.mask_mod.traced.program and there.kind == mask.mask_mod.traced.kind
+        assert all(t.device.type == "cpu" for t in mask.mask_mod.traced.tensors)
+    assert mask.to("meta").with_causal().mask_mod.first.traced.tensors[0].is_meta
 
 
 @pytest.mark.parametrize("lengths", [(0, 100), (100, 0), (0, 0)])
