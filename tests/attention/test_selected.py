@@ -4,11 +4,13 @@ import shutil
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import selected_attention, torch_op
 from attention.masks import element_mask
 from attention.selected import blocks, reference
 from attention.selected.blocks import SelectedBlocks, mask_of
+from attention.selected.rows import as_rows, planned_rows
 from cute_kernels import explain
 from cute_kernels.testing.reference import attention_plainly, normal
 from cute_kernels.testing.selected_blocks import mean_similarity, similar_lists
@@ -330,6 +332,31 @@ def test_explain():
     call = call_of(200, 300, 64, 3, groups=2)
     text = str(explain(selected_attention, *call, causal=True, arch="sm_90"))
     assert "head_dim 64" in text
+
+
+class Copies(TorchDispatchMode):
+    """The numbers of elements of the floating-point tensors that are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            self.sizes += [t.numel() for t in args[:1] if t.is_floating_point()]
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_explain_copies_nothing(heads):
+    """The plan's rows of packed heads have the layout that those of the call have."""
+    q, *call = call_of(200, 300, 64, 3, groups=heads, heads=heads)
+    for given in (q, rows_first(q)):
+        with Copies() as copies:
+            explain(selected_attention, given, *call, arch="sm_80")
+        assert not copies.sizes
+        rows, planned = as_rows(given, 4 // heads), planned_rows(given, 4 // heads)
+        assert (rows.shape, rows.stride()) == (planned.shape, planned.stride())
 
 
 def test_lists_of_a_mask():
