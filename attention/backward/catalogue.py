@@ -73,8 +73,8 @@ def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
 
 def selected_mask(block_size: int, packed: int) -> ElementMask:
     """The mask of causal selected KV blocks, of rows that are `packed` heads of each token."""
-    indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="cpu")
-    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 1, (packed, SIDE))
+    indices = torch.zeros(1, SIDE, 1, 1, dtype=torch.int32, device="cpu")
+    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 1, (packed * SIDE, SIDE))
     if mask.mask_mod is None:
         raise AssertionError("selected blocks have a mask_mod")
     return for_kernel(trace_mask(mask.mask_mod, mask.device))[0]

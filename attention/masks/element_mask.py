@@ -17,8 +17,9 @@ from torch import Tensor
 from cute_kernels.traced.builder import Builder
 from cute_kernels.traced.evaluate import evaluate
 from cute_kernels.traced.memo import MOST, traced
+from cute_kernels.traced.numbers import as_arguments
 from cute_kernels.traced.program import Program
-from cute_kernels.traced.record import Traced
+from cute_kernels.traced.record import Traced, trace
 
 from .mask_mods import And, Band, ValidKeys
 
@@ -124,20 +125,32 @@ def _conjunction(first: Program, second: Program) -> Program:
     return t.program(t.op("and", "bool", *seen))
 
 
-_PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors, numbers)
+_PROGRAMS: dict[tuple, tuple] = {}  # key -> (Program, places of what it reads among the tensors)
+NUMBER = 2**29 - 1  # in the mask_mod of `bound`: stands for a number that is an argument of the program
 
 
-def bound(mask_mod: Callable, key: tuple, tensors: tuple[Tensor, ...], kind: MemberKind | None = None) -> BoundMask:
+def bound(
+    mask_mod: Callable,
+    key: tuple,
+    tensors: tuple[Tensor, ...],
+    kind: MemberKind | None = None,
+    number: int | None = None,
+) -> BoundMask:
     """The traced mask_mod of these tensors, which are new in each call. Tracing takes 2 ms, so it is done once for each
-    key: all else that mask_mod depends on. kind: the facts of a mask of selected blocks."""
+    key: all else that mask_mod depends on. Its constants remain constants, whatever their values in other traces.
+
+    kind: the facts of a mask of selected blocks. number: the value of NUMBER in this call; None: mask_mod has none.
+    """
     known = _PROGRAMS.get(key)
     if known is None:
-        trace = _traced(mask_mod, tensors[0].device)
-        places = [next(i for i, t in enumerate(tensors) if t is read) for read in trace.tensors]
+        found = trace(mask_mod, "mask_mod", INPUTS, (), tensors[0].device)
+        places = [next(i for i, t in enumerate(tensors) if t is read) for read in found.tensors]
+        chosen = [i for i, node in enumerate(found.program.nodes) if node.op == "const" and node.args[0] == NUMBER]
         if len(_PROGRAMS) >= MOST_PROGRAMS:
             _PROGRAMS.clear()
-        known = _PROGRAMS[key] = trace.program, places, trace.numbers
-    program, places, numbers = known
+        known = _PROGRAMS[key] = as_arguments(found.program, chosen) if chosen else found.program, places
+    program, places = known
+    numbers = () if number is None else (number,)
     return BoundMask(Traced(program, tuple(tensors[i] for i in places), (), numbers=numbers, kind=kind))
 
 

@@ -19,7 +19,7 @@ from cute_kernels.runtime.front import check_supported
 
 from .. import plan as planning
 from ..masks.block_mask import BlockMask
-from ..masks.element_mask import MemberKind, bound
+from ..masks.element_mask import NUMBER, MemberKind, bound
 from ..masks.mask_mods import And, Band, MaskMod, RowRange
 from .tables.dispatch import selected_tables, supports
 from .unions.config import SIDE, WORD
@@ -91,12 +91,15 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kern
     if 0 in (*indices.shape, heads, *lengths):
         none = torch.zeros(grid, dtype=torch.bool, device=indices.device)
         return BlockMask.from_blocks(none, (SIDE, SIDE), lengths=lengths)
-    first = end = None
-    visible: MaskMod | None = Band(None, 0, columns - tokens) if causal else None
+    first = end = shift = constant = None
+    visible: MaskMod | None = None
     if cu_q is not None and cu_k is not None:
         first, end = ranges_of(cu_q, cu_k, (tokens, columns), causal)
         visible = RowRange(first, end)
-    shift = columns - tokens if causal and first is None else None  # no list should have blocks in the future
+    elif causal:
+        shift = columns - tokens  # no list should have blocks in the future
+        constant = NUMBER if shift else 0  # others are new in each step of decode or of a chunked prefill
+        visible = Band(None, 0, constant)
     share = heads // indices.shape[2]
     copies = share if 1 < indices.shape[2] < heads else 1
     if kernel and planning.has_kernel(indices) and supports(indices, columns, packed):
@@ -114,11 +117,12 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kern
     mask_mod: MaskMod = member if visible is None else And(visible, member)
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
-    key = Member, share, block_size, packed, shift, first is None, indices.device
+    key = Member, share, block_size, packed, constant, first is None, indices.device
     kind = None
     if first is None and block_size in (64, SIDE) and (64 % packed == 0 or packed % 64 == 0):
         kind = MemberKind(block_size, packed, share, causal)
-    mask_mod = bound(mask_mod, key, (words,) if first is None or end is None else (words, first, end), kind)
+    reads = (words,) if first is None or end is None else (words, first, end)
+    mask_mod = bound(mask_mod, key, reads, kind, shift or None)
     return make(blocksize=(SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 

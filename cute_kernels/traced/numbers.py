@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from .builder import Builder, Value
@@ -50,7 +50,7 @@ def with_arguments(function: Callable, found: Traced) -> Traced:
     if not chosen:
         return found
     numbers = tuple(program.nodes[i].args[0] for i in chosen)
-    return replace(found, program=_replaced(program, chosen, divisors), numbers=numbers)
+    return replace(found, program=as_arguments(program, chosen, divisors), numbers=numbers)
 
 
 def _choose(key: tuple, places: list[int], constants: tuple[str, ...], divisors: set[int]) -> list[int]:
@@ -75,8 +75,8 @@ def code_of(function: Callable):
     return getattr(function, "__code__", type(function))
 
 
-def _replaced(program: Program, chosen: list[int], divisors: set[int]) -> Program:
-    """The Program with these nodes, constants, as arguments."""
+def as_arguments(program: Program, chosen: list[int], divisors: Collection[int] = ()) -> Program:
+    """The Program with these nodes, constants, as arguments; some of them are divisors."""
     t, wanted = Builder(program.inputs), set(chosen)
     t.tensors = list(program.tensors)
 

@@ -63,7 +63,7 @@ def test_gradients(machine):
 def test_the_mask_is_traced_once(monkeypatch):
     monkeypatch.setattr(element_mask, "_PROGRAMS", {})
     sized(64).to_dense()
-    monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
+    monkeypatch.setattr(element_mask, "trace", lambda *_: pytest.fail("traced again"))
     sized(64, columns=200).to_dense()
 
 

@@ -384,20 +384,21 @@ def test_lists_are_read_in_parts(monkeypatch):
 
 
 def test_the_mask_is_traced_once(monkeypatch):
-    """For all lists and lengths, since each call has new tensors. Causal lengths do if they differ alike."""
+    """For all lists and lengths, since each call has new tensors. Causal masks of as many rows as keys are another."""
     monkeypatch.setattr(element_mask, "_PROGRAMS", {})
-    sizes = (90, 300, 1), (90, 300, 1), (40, 250, 2), (33, 300, 1)
-    causal, plain = ([call_of(*n, 4, 20, groups=2, B=B) for *n, B in of] for of in (sizes[:3], sizes))
+    sizes = (90, 300, 1), (90, 300, 1), (40, 250, 2), (33, 300, 1), (300, 33, 1)
+    causal, plain = ([call_of(*n, 4, 20, groups=2, B=B) for *n, B in sizes] for _ in range(2))
+    square = [call_of(n, n, 4, 20, groups=2) for n in (90, 40)]
     packed = [packed_call(rows, (77, 13), 4, 6) for rows in ((60, 9), (50, 19), (50, 9))]
     for part in (slice(1), slice(1, None)):
-        for call in causal[part]:
+        for call in causal[part] + square[part]:
             check(*call, causal=True)
         for call in plain[part]:
             check(*call)
         for call, cu in packed[part]:
             check(*call, causal=True, **cu)
-        assert len(element_mask._PROGRAMS) == 3
-        monkeypatch.setattr(element_mask, "traced", lambda *_: pytest.fail("traced again"))
+        assert len(element_mask._PROGRAMS) == 4
+        monkeypatch.setattr(element_mask, "trace", lambda *_: pytest.fail("traced again"))
 
 
 # Errors
