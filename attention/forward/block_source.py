@@ -6,16 +6,18 @@ A block spans `tiles_q` query tiles, which visit the same lists, and `steps` KV 
 other. The last block may extend past the last column of K, even by whole tiles. Shared memory holds zeros there, and
 the block is partial, so these columns are masked.
 
-Lists may contain numbers that are no block (BlockMask.from_indices). They count as the block after the last one, of
-which nothing exists: in memory nothing is read for it, and among partial blocks all of it is masked.
+Lists may contain numbers that are no block (BlockMask.from_indices). Those that are negative or large count as a block
+after the longest mask, MOST columns. In memory nothing is read for blocks past the last one, and among partial blocks
+all of one is masked.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
+from ..masks.block_lists import MOST
 from .heads import GqaPacking, OneHead
 from .kv_tiles import EITHER, FULL, PARTIAL
 from .scheduler import QueryScheduler, QueryTile
@@ -31,7 +33,7 @@ class BlockTiles:
     ends: tuple  # number of tiles up to the end of each segment
     index: cute.Tensor  # (both widths,): block columns; full blocks begin at `width`
     width: Int32
-    cols: Int32  # block columns, Mk
+    most: cutlass.Constexpr[int]  # block columns of the longest mask
     steps: cutlass.Constexpr[int]  # KV tiles per block
     kinds: cutlass.Constexpr[tuple] = (PARTIAL, FULL)
     first: cutlass.Constexpr[int] = EITHER
@@ -47,10 +49,8 @@ class BlockTiles:
         return self.column(i // self.steps) * self.steps + i % self.steps
 
     def column(self, place) -> Int32:
-        """A listed block column; Mk if it is none."""
-        column = Int32(self.index[place])
-        exists = Int32((column >= 0) & (column < self.cols))
-        return exists * column + (1 - exists) * self.cols
+        """A listed block column, at most `most`; `most` if it is negative. Positions in it fit into int32."""
+        return Int32(cutlass.min(Uint32(Int32(self.index[place])), Uint32(self.most)))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class BlockSource:
     width: Int32  # of kv_indices
     mask_tensors: tuple  # inputs of the element mask
     tiles_q: cutlass.Constexpr[int]  # query tiles per block
-    block_k: cutlass.Constexpr[int]
+    most: cutlass.Constexpr[int]  # block columns of the longest mask
     steps: cutlass.Constexpr[int]  # KV tiles per block
     heads: OneHead | GqaPacking = OneHead()
 
@@ -76,7 +76,7 @@ class BlockSource:
             (tile.partial * self.steps, tile.blocks * self.steps),
             self.index[b, h, row, None],
             self.width,
-            (seqlen.cols + (self.block_k - 1)) // self.block_k,
+            self.most,
             self.steps,
         )
 
@@ -117,4 +117,4 @@ def with_blocks(facts, scheduler: QueryScheduler, blocks: tuple) -> tuple:
     ordered = OrderedScheduler(
         scheduler.tiles_m, scheduler.heads, scheduler.batch, scheduler.qhead_per_kvhead, table=table
     )
-    return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, kind.block_k, steps)
+    return ordered, BlockSource(index, width, tuple(mask_tensors), tiles_q, MOST // kind.block_k, steps)
