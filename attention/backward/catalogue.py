@@ -59,22 +59,24 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
 
 def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
     """Selected KV blocks: MSA and NSA, a list per query head, and head dimensions with other mainloops."""
-    for dim, dim_v, block_size, packed in (
-        (128, 128, 128, 16),
-        (128, 128, 64, 16),
-        (128, 128, 128, 1),
-        (64, 64, 64, 4),
-        (192, 128, 64, 16),
+    for dim, dim_v, block_size, packed, shift in (
+        (128, 128, 128, 16, 0),
+        (128, 128, 64, 16, 0),
+        (128, 128, 128, 1, 0),
+        (64, 64, 64, 4, 0),
+        (192, 128, 64, 16, 0),
+        (192, 128, 64, 16, SIDE),
     ):
-        blocks = BlockKind(SIDE, SIDE, selected_mask(block_size, packed))
+        blocks = BlockKind(SIDE, SIDE, selected_mask(block_size, packed, shift))
         plain = BackwardFacts(spec.target, "sm_90", None, "bfloat16", dim, dim_v)
         yield pick(replace(plain, blocks=blocks, packed_heads=packed))
 
 
-def selected_mask(block_size: int, packed: int) -> ElementMask:
-    """The mask of causal selected KV blocks, of rows that are `packed` heads of each token."""
+def selected_mask(block_size: int, packed: int, shift: int) -> ElementMask:
+    """The mask of causal selected KV blocks, of rows that are `packed` heads of each token, with `shift` more keys than
+    tokens."""
     indices = torch.zeros(1, SIDE, 1, 1, dtype=torch.int32, device="cpu")
-    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 1, (packed * SIDE, SIDE))
+    mask = mask_of(SelectedBlocks(indices, block_size, True, packed), 1, (packed * SIDE, SIDE + shift))
     if mask.mask_mod is None:
         raise AssertionError("selected blocks have a mask_mod")
     return for_kernel(trace_mask(mask.mask_mod, mask.device))[0]

@@ -91,12 +91,12 @@ def tables_of(mask: BlockMask, tile: int, count: int) -> Tensor:
     """
     rows, columns = (count + 1) * tile // mask.blocksize[0], (count + 1) * tile // mask.blocksize[1]
     tables = torch.zeros(2, mask.batch, mask.heads, rows, columns, dtype=torch.bool, device=mask.device)
-    indices = mask.kv_indices, mask.full_kv_indices
+    indices, cols = (mask.kv_indices, mask.full_kv_indices), mask.n_block_cols
     used = tables[:, :, :, : mask.n_block_rows]
-    block_lists.mark(used[0], mask.kv_num_blocks, indices[0])
+    block_lists.mark(used[0], mask.kv_num_blocks, indices[0], cols)
     if indices[0] is not indices[1]:  # else there are no full blocks
-        block_lists.mark(used[1], mask.full_kv_num_blocks, indices[1])
-    used[..., -1].zero_()
+        block_lists.mark(used[1], mask.full_kv_num_blocks, indices[1], cols)
+    used[..., cols].zero_()
     if mask.lengths[0] % mask.blocksize[0]:
         last = used[:, :, :, -1]
         last[0] |= last[1]

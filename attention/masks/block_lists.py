@@ -51,16 +51,16 @@ def equal_counts(index: Tensor) -> tuple[Tensor, Tensor]:
 def table_of(count: Tensor, index: Tensor, cols: int) -> Tensor:
     """The bool table (..., Mq, cols) of a list; numbers that are no column are ignored."""
     table = torch.zeros(*count.shape, cols + 1, dtype=torch.bool, device=index.device)
-    mark(table, count, index)
+    mark(table, count, index, cols)
     return table[..., :cols]
 
 
-def mark(table: Tensor, count: Tensor, index: Tensor) -> None:
-    """Set the listed columns of a bool table (..., Mq, cols + 1) to True. Its last column is not one: unlisted entries
-    set it, too."""
-    cols = table.shape[-1] - 1
+def mark(table: Tensor, count: Tensor, index: Tensor, cols: int) -> None:
+    """Set the listed ones of the first `cols` columns of a bool table (..., Mq, more than cols) to True, and perhaps
+    the one after them, too: entries that are unlisted or no column set it."""
     unlisted = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device) >= count[..., None]
-    table.scatter_(-1, index.masked_fill(unlisted | (index < 0) | (index >= cols), cols).long(), True)
+    columns = (index.long() & 0xFFFFFFFF).clamp_(max=cols)  # so negative ones are large
+    table.scatter_(-1, columns.masked_fill_(unlisted, cols), True)
 
 
 def check_columns(index: Tensor, cols: int) -> None:

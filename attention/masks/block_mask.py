@@ -60,8 +60,8 @@ class BlockMask(Constructors, Pictured):
         blocksize: (block_q, block_k), each 64 or 128.
         mask_mod: the element mask of partial blocks: a function of (b, h, q, kv) that torch can trace, True where a
             score is unmasked, see mask_mods.py and element_mask.py. None: no element is masked.
-        check: True to validate the contents of the lists, which synchronizes once. With False, invalid lists make a
-            kernel read memory outside K and V.
+        check: True to validate the contents of the lists, which synchronizes once. With False, results of invalid lists
+            are undefined.
 
     Raises:
         TypeError: an argument is not a strided int32 tensor, or mask_mod is not callable.
@@ -300,7 +300,14 @@ class BlockMask(Constructors, Pictured):
         new, mask_mod = [t.to(device) for t in old], moved(self.mask_mod, device)
         if mask_mod is self.mask_mod and all(a is b for a, b in zip(old, new, strict=True)):
             return self
-        return type(self)(*new, lengths=self.lengths, blocksize=self.blocksize, mask_mod=mask_mod, check=False)
+        return self._of_lists(new, lengths=self.lengths, blocksize=self.blocksize, mask_mod=mask_mod)
+
+    def _of_lists(self, lists: Sequence[Tensor], **facts) -> BlockMask:
+        """The mask of lists that were made from this mask's: of equal rows if this one is. facts: of BlockMask."""
+        if self.equal_rows:
+            full = self.kv_indices.shape[-1] == 0
+            return type(self).of_equal_rows(lists[3 if full else 1], full, **facts)
+        return type(self)(*lists, **facts, check=False)
 
     @property
     def device(self) -> torch.device:
@@ -318,7 +325,11 @@ class BlockMask(Constructors, Pictured):
         return (PARTIAL * partial + FULL * full).flatten(0, 1), "batch item and head"
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (*self.lists(), self.lengths, self.blocksize, self.mask_mod)
+        facts = {"lengths": self.lengths, "blocksize": self.blocksize, "mask_mod": self.mask_mod}
+        if self.equal_rows:  # their entries may be anything
+            full = self.kv_indices.shape[-1] == 0
+            return _rebuild, ((self.full_kv_indices if full else self.kv_indices, full), facts)
+        return _rebuild, (self.lists(), facts)
 
 
 def create_block_mask(
@@ -366,8 +377,7 @@ def create_block_mask(
     return BlockMask._of_tables(some & ~every, every, lengths, blocksize, mask_mod)
 
 
-def _rebuild(*parts) -> BlockMask:
-    *lists, lengths, blocksize, mask_mod = parts
-    return BlockMask(
-        *lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod
-    )  # a file may contain invalid lists, so they are checked
+def _rebuild(lists: tuple, facts: dict) -> BlockMask:
+    if len(lists) == 2:
+        return BlockMask.of_equal_rows(*lists, **facts)
+    return BlockMask(*lists, **facts)  # a file may contain invalid lists, so they are checked

@@ -127,7 +127,7 @@ def sliced(mask, index):
         one_item, one_head = [positions is not None and len(positions) == 1 for positions in where[:2]]
         mask_mod = Sliced(mask_mod, items, heads, rows, one_item, one_head, block_q)
     facts = {"lengths": (length, mask.lengths[1]), "blocksize": mask.blocksize, "mask_mod": mask_mod}
-    return type(mask)(*lists, **facts, check=False)
+    return mask._of_lists(lists, **facts)
 
 
 def _clamped(at: int | None, size: int, default: int) -> int:

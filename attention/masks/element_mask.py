@@ -112,8 +112,8 @@ def _joined(first: Traced, second: Traced) -> Traced:
     """The conjunction of both masks."""
     if second.tensors or second.read:
         raise AssertionError("the second mask of a pair must be a Band")
-    numbers = *first.numbers, *second.numbers
-    return Traced(_conjunction(first.program, second.program), first.tensors, first.read, numbers=numbers)
+    program, numbers = _conjunction(first.program, second.program), (*first.numbers, *second.numbers)
+    return Traced(program, first.tensors, first.read, first.used, numbers, made=first.made)
 
 
 @lru_cache(maxsize=MOST)
@@ -146,6 +146,8 @@ def bound(
         found = trace(mask_mod, "mask_mod", INPUTS, (), tensors[0].device)
         places = [next(i for i, t in enumerate(tensors) if t is read) for read in found.tensors]
         chosen = [i for i, node in enumerate(found.program.nodes) if node.op == "const" and node.args[0] == NUMBER]
+        if len(chosen) != (number is not None):
+            raise AssertionError("a mask_mod has NUMBER once, as it is, if the call has a number")
         if len(_PROGRAMS) >= MOST_PROGRAMS:
             _PROGRAMS.clear()
         known = _PROGRAMS[key] = as_arguments(found.program, chosen) if chosen else found.program, places

@@ -234,22 +234,26 @@ def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
     return And(first, second)
 
 
-def moved(mask_mod: Any, device: torch.device | str | int) -> Any:
+def moved(mask_mod: Any, device: torch.device | str | int, copies: dict[int, Tensor] | None = None) -> Any:
     """The mask with the tensors in its dataclasses' fields on another device; itself if nothing moves.
 
     So the tensors of a traced mask (element_mask.BoundMask), too. Those captured by other functions are not moved.
+    copies: moved tensors by the ids of theirs; one that is found twice is moved once.
     """
+    copies = {} if copies is None else copies
     if isinstance(mask_mod, Tensor):
-        return mask_mod.to(device)
+        if id(mask_mod) not in copies:
+            copies[id(mask_mod)] = mask_mod.to(device)
+        return copies[id(mask_mod)]
     if type(mask_mod) is tuple:
-        parts = tuple([moved(part, device) for part in mask_mod])
+        parts = tuple([moved(part, device, copies) for part in mask_mod])
         return mask_mod if all(a is b for a, b in zip(parts, mask_mod, strict=True)) else parts
     if not dataclasses.is_dataclass(mask_mod) or isinstance(mask_mod, type):
         return mask_mod
     changed = {}
     for field in dataclasses.fields(mask_mod):
         value = getattr(mask_mod, field.name)
-        new = moved(value, device)
+        new = moved(value, device, copies)
         if new is not value:
             changed[field.name] = new
     return dataclasses.replace(mask_mod, **changed) if changed else mask_mod

@@ -56,7 +56,7 @@ class SavedMask:
             traced = self.traced
             mask_mod = BoundMask(Traced(traced.program, tensors, (), numbers=traced.numbers, kind=traced.kind))
         lengths, blocksize = self.mask.lengths, self.mask.blocksize
-        return BlockMask(*lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod, check=False)
+        return self.mask._of_lists(lists, lengths=lengths, blocksize=blocksize, mask_mod=mask_mod)
 
 
 def saved_mask(mask: BlockMask, causal: bool, kernel: bool) -> tuple[SavedMask, list[Tensor]]:

@@ -205,6 +205,15 @@ def test_patterns_of_other_numbers_share_a_graph():
     assert graphs.frame_count <= 2
 
 
+def test_a_computed_table_beside_a_causal_mask():
+    """The tensor that a mask computes is no tensor of a global, also where the mask is a part of another."""
+    table = torch.arange(N)
+    mask = ours(lambda b, h, q, kv: (table + 5)[q] >= kv, "cpu").with_causal()
+    run, _ = counted(lambda *args: block_sparse_attention(*args) * 1, "aot_eager")
+    call = operands()
+    torch.testing.assert_close(run(*call, mask), block_sparse_attention(*call, mask), atol=0, rtol=0)
+
+
 def test_the_same_kernel_as_eager_calls(monkeypatch):
     """With a causal mask beside it, a mask is traced to the same Program as without torch.compile."""
     monkeypatch.setattr(memo, "_OF_STATE", {})

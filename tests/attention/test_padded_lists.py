@@ -1,5 +1,8 @@
 """BlockMask.from_indices with entries that are no block: forward and backward, masks made of it, and errors."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -93,6 +96,18 @@ def test_without_padded_only_its_own_rows_are_affected(where):
     places = torch.where((indices >= 0) & (indices < 5), indices, torch.arange(5, 9, dtype=torch.int32))
     true = BlockMask.from_indices(places, (64, 64), lengths=(LENGTHS[0], 9 * 64))
     assert_right(out, lse, q, *(t.to(q.dtype) for t in longer), block_mask=true)
+
+
+def test_masks_made_of_them():
+    """Slices, copies and FlexAttention's masks list the same blocks, and these lists are valid."""
+    mask = padded(lengths=(192, 256))  # 4 columns, as wide as the lists
+    partial, full = mask.tables()
+    for made, which in ((mask[:, 1], slice(1, 2)), (mask[:, :, :], slice(None)), (copy.deepcopy(mask), slice(None))):
+        assert torch.equal(made.tables()[0], partial[:, which]) and torch.equal(made.tables()[1], full[:, which])
+        flex = made.to_flex()
+        assert 0 <= flex.kv_indices.min() and flex.kv_indices.max() < 4
+        assert torch.equal(BlockMask.from_flex(flex).tables()[0], partial[:, which])
+    assert torch.equal(pickle.loads(pickle.dumps(mask)).kv_indices, mask.kv_indices)
 
 
 def test_errors():

@@ -71,6 +71,23 @@ def test_lists_in_any_order(where):
     agree(where, patterns.BlockMask.from_indices(index, (64, 64), lengths=(1250, 1250)), 4)
 
 
+@WHERE
+def test_entries_that_are_no_block(where):
+    """They are neither needed nor work, whatever they are; the block after the last one is none, too."""
+    for tiles, size in ((12, 3), (5, 2)):
+        index = torch.arange(tiles, dtype=torch.int32).expand(1, 1, tiles, tiles)
+        others = torch.tensor([-1, tiles, 2**20, 2**30, -(2**31)], dtype=torch.int32)[torch.arange(tiles) % 5]
+        index = torch.where(index <= torch.arange(tiles)[:, None], index, others).contiguous()
+        for block in (64, 128):
+            lengths = tiles * block, tiles * block
+            mask = patterns.BlockMask.from_indices(index, (block, block), lengths=lengths, padded=True)
+            for deal in ("auto", *dealing.DEALS):
+                agree(where, mask, size, deal)
+            causal = patterns.BlockMask.from_blocks(torch.ones(tiles, tiles).tril() > 0, (block, block))
+            for mine, true in zip(plans(mask, size), plans(causal, size), strict=True):
+                assert torch.equal(mine.tiles, true.tiles) and torch.equal(mine.buffer, true.buffer)
+
+
 @pytest.mark.parametrize(("deal", "most"), [("auto", 4), ("head_tail", 4), ("plan", 7)])
 @needs_compiler
 def test_launches(deal, most):

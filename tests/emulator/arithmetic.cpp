@@ -182,9 +182,7 @@ template <class T, bool IS_FLOAT> void comparisons(Table& t, const std::string& 
 
 template <class T> T larger(T a, T b) { return a != a ? b : b != b ? a : a > b || (a == b && !std::signbit(a)) ? a : b; }
 template <class T> T smaller(T a, T b) { return a != a ? b : b != b ? a : a < b || (a == b && std::signbit(a)) ? a : b; }
-// A result in FP32 that is NaN has these bits, whatever the operands' were; in FP64 they are left alone.
-inline float canonical(float x) { return x != x ? as_float(0x7fffffff) : x; }
-inline double canonical(double x) { return x; }
+// A result in FP32 that is NaN has the bits of floats.h, whatever the operands were; in FP64 they are left alone.
 template <class T> T or_nan(T a, T b, T c) { return a != a || b != b ? canonical(T(NAN)) : c; }
 
 template <class T> void floats(Table& t, const std::string& s) {
@@ -269,8 +267,10 @@ void add_arithmetic(Table& t) {
     t["fma.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
         return flush(std::fma(flush(a), flush(b), flush(c))); }>};
     // Of ptx.py's fuse.
-    t["fms.f32"] = {ternary<float, float, float, [](float a, float b, float c) { return std::fma(a, b, -c); }>};
-    t["fnma.f32"] = {ternary<float, float, float, [](float a, float b, float c) { return std::fma(-a, b, c); }>};
+    t["fms.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
+        return canonical(std::fma(a, b, -c)); }>};
+    t["fnma.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
+        return canonical(std::fma(-a, b, c)); }>};
     t["fms.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {
         return flush(std::fma(flush(a), flush(b), -flush(c))); }>};
     t["fnma.ftz.f32"] = {ternary<float, float, float, [](float a, float b, float c) {

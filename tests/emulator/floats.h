@@ -52,7 +52,9 @@ inline u32 to_small(float f, int e, int m, bool infinity, bool saturate) {
 
 inline float from_f16(u16 h) { return from_small(h, 5, 10, true); }
 inline u16 to_f16(float f) { return u16(to_small(f, 5, 10, true, false)); }
-inline float flush(float f) { return std::fabs(f) < 1.17549435e-38f ? std::copysign(0.f, f) : f; }
+inline float canonical(float x) { return x != x ? as_float(0x7fffffff) : x; }
+inline double canonical(double x) { return x; }
+inline float flush(float f) { return std::fabs(f) < 1.17549435e-38f ? std::copysign(0.f, f) : canonical(f); }
 
 enum Format { BF16, F16, TF32, E4M3, E5M2 };
 inline int format_bytes(Format f) { return f <= F16 ? 2 : f == TF32 ? 4 : 1; }

@@ -17,9 +17,10 @@ from ..softmax import OnlineSoftmax, rows_and_columns
 from ..softmax_policy import SkipMax
 from .mask import hidden_blocks, load_words, mask_step
 
-# Less than any score. A power of two, so that its product with the scale is exact: of `LOWEST * scale - z` ptxas makes
-# an FFMA, which otherwise is not 0 for the rounded product z, and its exponential may be inf.
-LOWEST = -(2.0**100)
+# Less than any score: one that is less counts as -inf. A power of two, so that its product with the scale is exact (for
+# scales below 128): of `LOWEST * scale - z` ptxas makes an FFMA, which otherwise is not 0 for the rounded product z, and
+# whose exponential may be inf.
+LOWEST = -(2.0**120)
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,19 @@ def ones(sWords: cute.Tensor, sOthers: cute.Tensor, end: Int32) -> Int32:
 
 
 @cute.jit
-def load(listed: cute.Tensor, start: Int32, count: Int32) -> cute.Tensor:
-    """AHEAD columns of a thread, of those from `start` to `count`; -1 for none."""
-    found = cute.make_rmem_tensor(AHEAD, Int32)
+def load(listed: cute.Tensor, start: Int32, count: Int32, end: Int32) -> cute.Tensor:
+    """AHEAD columns of a thread, of those from `start` to `count` in a list; -1 for none, and for numbers that are not
+    from 0 to `end`."""
+    columns = cute.make_rmem_tensor(AHEAD, Int32)
     for u in range_constexpr(AHEAD):
         i = start + u * THREADS + cute.arch.thread_idx()[0]
-        found[u] = Int32(-1)
+        columns[u] = Int32(-1)
         if i < count:
-            found[u] = listed[i]
-    return found
+            columns[u] = listed[i]
+    for u in range_constexpr(AHEAD):
+        if columns[u] >= end:
+            columns[u] = Int32(-1)
+    return columns
 
 
 @cute.jit

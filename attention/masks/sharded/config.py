@@ -13,7 +13,7 @@ THREADS = 128  # of a CTA that reads lists
 DEAL_THREADS = 512  # of a CTA that deals tiles
 AHEAD = 8  # loads of a thread in flight
 SMEM = {
-    "rows": MOST_TILES // WORD,
+    "rows": MOST_TILES // WORD + 1,
     "deals": 2 * MOST_TILES + 2 * DEAL_THREADS + MOST_WORDS + MOST_TILES // WORD + MOST_SIZE + 1,
     "lists": 2 * LINE,
 }  # words of shared memory, of all steps

@@ -61,11 +61,11 @@ def dealt(mask: BlockMask, tile: int, owners: Tensor, cuts: Tensor, order: Tenso
     bits, work = empty(total, -(-total // WORD)), empty(total)
     arch = device_arch(mask.kv_num_blocks.get_device())[0].target
     function = families.function_for(ShardFacts(arch, "rows"))
-    function(mask.lists(), bits, work, tile // mask.blocksize[0], tile // mask.blocksize[1])
+    function(mask.lists(), bits, work, tile // mask.blocksize[0], tile // mask.blocksize[1], mask.n_block_cols)
     tiles = empty(deals, total, dtype=torch.int64)
-    found = Dealt(tiles, empty(deals, size, total), empty(deals, size, 1 + size))
-    families.function_for(ShardFacts(arch, "deals"))(bits, work, owners, cuts, order, *found, balanced, piece)
-    return found
+    deals_made = Dealt(tiles, empty(deals, size, total), empty(deals, size, 1 + size))
+    families.function_for(ShardFacts(arch, "deals"))(bits, work, owners, cuts, order, *deals_made, balanced, piece)
+    return deals_made
 
 
 def listed(
@@ -86,6 +86,6 @@ def listed(
     cut_row = mask.n_block_rows - 1 if mask.lengths[0] % block_q else -1
     function = families.function_for(ShardFacts(device_arch(counts.get_device())[0].target, "lists"))
     outputs = moved, *numbers, count, index
-    function(mask.lists(), tiles, places, counts, *outputs, rank, per_row, per_column, cut_row)
+    function(mask.lists(), tiles, places, counts, *outputs, rank, per_row, per_column, cut_row, mask.n_block_cols)
     own, sends, buffer = moved.split(sizes)
     return Moves(own, sends, buffer, numbers, (count[0], index[0], count[1], index[1]))

@@ -34,21 +34,25 @@ class MarkTiles:
         work: cute.Tensor,  # (tiles,) int32
         per_row: Int32,  # rows of blocks of a tile
         per_column: Int32,
+        end: Int32,  # columns of blocks; other numbers in the lists are ignored
         stream: cuda.CUstream,
     ):
-        self.kernel(lists, bits, work, per_row, per_column).launch(
+        self.kernel(lists, bits, work, per_row, per_column, end).launch(
             grid=(work.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, lists: tuple, bits: cute.Tensor, work: cute.Tensor, per_row: Int32, per_column: Int32):
+    def kernel(self, lists: tuple, bits: cute.Tensor, work: cute.Tensor, per_row: Int32, per_column: Int32, end: Int32):
         tidx, tile = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         sBits = smem.allocate_tensor(Int32, cute.make_layout(WORDS), 16)
+        sTotal = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         batch, heads, rows = lists[0].shape
         words, total = bits.shape[1], Int32(0)
         for i in cutlass.range(tidx, words, THREADS, unroll=1):
             sBits[i] = Int32(0)
+        if tidx == 0:
+            sTotal[0] = Int32(0)
         cute.arch.sync_threads()
         for i in cutlass.range(batch * heads * per_row, unroll=1):
             head, m = i // per_row, tile * per_row + i % per_row
@@ -56,17 +60,18 @@ class MarkTiles:
                 b, h = head // heads, head % heads
                 for kind in range_constexpr(2):
                     count, listed = lists[2 * kind][b, h, m], lists[2 * kind + 1][b, h, m, None]
-                    total = total + count
                     for start in cutlass.range(0, count, THREADS * AHEAD, unroll=1):
-                        found = load(listed, start, count)
+                        columns = load(listed, start, count, end)
                         for u in range_constexpr(AHEAD):
-                            if found[u] >= 0:
-                                set_bit(sBits, found[u] // per_column)
+                            if columns[u] >= 0:
+                                set_bit(sBits, columns[u] // per_column)
+                                total = total + 1
+        cute.arch.atomic_add(sTotal.iterator, total)
         cute.arch.sync_threads()
         for i in cutlass.range(tidx, words, THREADS, unroll=1):
             bits[tile, i] = sBits[i]
         if tidx == 0:
-            work[tile] = total
+            work[tile] = sTotal[0]
 
 
 class DealTiles:

@@ -35,18 +35,32 @@ class ListBlocks:
         per_row: Int32,
         per_column: Int32,
         cut_row: Int32,  # row of blocks that ends past the last row of scores, or -1
+        end: Int32,  # as of MarkTiles
         stream: cuda.CUstream,
     ):
         rows = counts.shape[1] * counts.shape[2] * counts.shape[3]
         self.kernel(
-            lists, tiles, places, needs, moved, q_tiles, k_tiles, counts, columns, rank, per_row, per_column, cut_row
+            lists,
+            tiles,
+            places,
+            needs,
+            moved,
+            q_tiles,
+            k_tiles,
+            counts,
+            columns,
+            rank,
+            per_row,
+            per_column,
+            cut_row,
+            end,
         ).launch(grid=(rows + tiles.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
         self, lists: tuple, tiles: cute.Tensor, places: cute.Tensor, needs: cute.Tensor, moved: cute.Tensor,
         q_tiles: cute.Tensor, k_tiles: cute.Tensor, counts: cute.Tensor, columns: cute.Tensor, rank: Int32,
-        per_row: Int32, per_column: Int32, cut_row: Int32,
+        per_row: Int32, per_column: Int32, cut_row: Int32, end: Int32,
     ):  # fmt: skip
         number, smem = cute.arch.block_idx()[0], cutlass.memory.SmemAllocator()
         sBits = smem.allocate_tensor(Int32, cute.make_layout(2 * LINE), 16)
@@ -55,7 +69,7 @@ class ListBlocks:
             m, head = number % rows, number // rows
             b, h = head // heads, head % heads
             row = Int32(tiles[rank, m // per_row]) * per_row + m % per_row
-            self.mark(lists, b, h, row, places[rank, None], per_column, cut_row, sBits)
+            self.mark(lists, b, h, row, places[rank, None], per_column, cut_row, end, sBits)
             warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
             if warp < 2:
                 sKind = cute.make_tensor(sBits.iterator + warp * LINE, cute.make_layout(LINE))
@@ -68,7 +82,7 @@ class ListBlocks:
     @cute.jit
     def mark(
         self, lists: tuple, b: Int32, h: Int32, row: Int32, places: cute.Tensor, per_column: Int32, cut_row: Int32,
-        sBits: cute.Tensor,
+        end: Int32, sBits: cute.Tensor,
     ):  # fmt: skip
         """Set a bit for each partial block of a row, at its place in the buffer, and behind these for the full ones."""
         tidx = cute.arch.thread_idx()[0]
@@ -82,14 +96,14 @@ class ListBlocks:
                     begin = Int32(0)
                 count, listed = lists[2 * kind][b, h, row], lists[2 * kind + 1][b, h, row, None]
                 for start in cutlass.range(0, count, THREADS * AHEAD, unroll=1):
-                    found = load(listed, start, count)
+                    columns = load(listed, start, count, end)
                     for u in range_constexpr(AHEAD):
-                        column = found[u]
+                        column = columns[u]
                         if column >= 0:
-                            found[u] = begin + places[column // per_column] * per_column + column % per_column
+                            columns[u] = begin + places[column // per_column] * per_column + column % per_column
                     for u in range_constexpr(AHEAD):
-                        if found[u] >= 0:
-                            set_bit(sBits, found[u])
+                        if columns[u] >= 0:
+                            set_bit(sBits, columns[u])
         cute.arch.sync_threads()
 
     @cute.jit
@@ -111,16 +125,16 @@ class ListBlocks:
                 if place >= 0:
                     moved[place] = Int64(i)
         if q != rank:
-            # Behind this process's own, and what goes to others; less the place in the buffer of q.
-            at = needs[rank, 1 + rank]
+            begin = needs[rank, 1 + rank]  # of what goes to q: after this process's own tiles and what goes to others
+            first = Int32(0)  # place of this process's tiles in the buffer of q: after q's own and those of others
             for other in cutlass.range(tiles.shape[0], unroll=1):
                 if (other < q) & (other != rank):
-                    at = at + needs[other, 1 + rank]
+                    begin = begin + needs[other, 1 + rank]
                 if other < rank:
-                    at = at - needs[q, 1 + other]
+                    first = first + needs[q, 1 + other]
             if rank < q:
-                at = at - needs[q, 1 + q]
+                first = first + needs[q, 1 + q]
             for i in cutlass.range(tidx, each, THREADS, unroll=1):
                 place = places[q, Int32(tiles[rank, i])]
                 if place >= 0:
-                    moved[at + place] = Int64(i)
+                    moved[begin + place - first] = Int64(i)
