@@ -110,6 +110,27 @@ def test_masks_made_of_them():
     assert torch.equal(pickle.loads(pickle.dumps(mask)).kv_indices, mask.kv_indices)
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("where", EMULATED)
+def test_tensors_are_not_read_past_their_ends(where, full):
+    """Tensors of a score_mod and FP8 scales of 128 keys; without masked elements the values do not count."""
+    q, k, v = qkv(128, 384, B=1, H=1, heads=1)
+    bias, scales = torch.randn(384), torch.rand(3, 1, 1, 3) + 0.5
+    columns = torch.tensor([[[[0, 1, -1], [1, 2**30, 0]], [[0, 1, 1], [1, 0, 0]]]], dtype=torch.int32)
+    calls = [((q, k, v), {"score_mod": lambda score, b, h, q, kv: score + bias[kv]})]
+    if where == "sm_90":
+        names = ("q_descale", "k_descale", "v_descale")
+        terms = dict(zip(names, (scales[0, ..., :1], scales[1], scales[2]), strict=True))
+        calls.append((tuple(t.to(torch.float8_e4m3fn) for t in (q, k, v)), terms))
+    for operands, terms in calls:
+        found = []
+        for rows in (columns[:, :1], columns[:, 1:, :, :2]):  # with what is no block, and without
+            mask = BlockMask.of_equal_rows(rows.contiguous(), full, lengths=(128, 384), blocksize=(64, 128))
+            with on_emulator(where, sms=2), poisoned_empty():
+                found.append(block_sparse_attention(*operands, mask, **terms))
+        assert torch.isfinite(found[0]).all() and (full or torch.equal(*found))
+
+
 def test_errors():
     indices = indices_with_holes()
     with pytest.raises(IndexError, match=r"indices\[0, 0, 0, 0\] must be in \[0, 5\), .* got -1; pass padded=True"):
