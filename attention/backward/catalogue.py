@@ -64,7 +64,6 @@ def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
         (128, 128, 64, 16, 0),
         (128, 128, 128, 1, 0),
         (64, 64, 64, 4, 0),
-        (192, 128, 64, 16, 0),
         (192, 128, 64, 16, SIDE),
     ):
         blocks = BlockKind(SIDE, SIDE, selected_mask(block_size, packed, shift))

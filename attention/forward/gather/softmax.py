@@ -18,8 +18,8 @@ from ..softmax_policy import SkipMax
 from .mask import hidden_blocks, load_words, mask_step
 
 # Less than any score: one that is less counts as -inf. A power of two, so that its product with the scale is exact, for
-# scales below 128. Of `LOWEST * scale - z` ptxas makes an FFMA. If z is the product, rounded, the result is 0 only then,
-# and otherwise a rounding error so large that its exponential may be inf.
+# scales below 128. Of `LOWEST * scale - z` ptxas makes an FFMA: if z is the product, rounded, it is 0 only then, and
+# otherwise a rounding error so large that its exponential may be inf.
 LOWEST = -(2.0**120)
 
 
