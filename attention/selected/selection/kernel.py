@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 
-from cute_kernels.tile.ptx import here
+from cute_kernels.tile.ptx import here, read_special_register
 
 from .config import DIGIT, DIGITS, SAMPLE_DIGITS, SAMPLED, VECTOR, VECTORS, WARP, TopFacts
 from .radix import KthLargest
@@ -32,6 +32,7 @@ from .rows import Bounds, Terms, below, bounds_of, key_of, write_rest
 from .scan import scan_lanes
 
 LEAST = -(2**31)
+LEAST_THREADS = 1024  # of an SM's CTAs, which leaves 64 registers; left to itself, ptxas fits more and spills
 
 
 class SelectTop:
@@ -58,40 +59,49 @@ class SelectTop:
         batch, groups, rows, _ = scores.shape
         terms = Terms(first, columns, block_size, local, initial, causal, whole)
         self.kernel(scores, out, terms).launch(
-            grid=(batch * groups * rows, 1, 1), block=(self.facts.threads, 1, 1), stream=stream
+            grid=(batch * groups * rows, 1, 1),
+            block=(self.facts.threads, 1, 1),
+            min_blocks_per_mp=max(LEAST_THREADS // self.facts.threads, 1),
+            preferred_smem_carveout=100,  # otherwise the DSL would query a GPU
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, scores: cute.Tensor, out: cute.Tensor, terms: Terms):
         facts = self.facts
-        number = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         sKey, sBlock = (smem.allocate_tensor(Int32, cute.make_layout(facts.capacity), 16) for _ in range(2))
         sHist = smem.allocate_tensor(Int32, cute.make_layout(DIGIT * DIGITS), 16)
         sWarp = smem.allocate_tensor(Int32, cute.make_layout((self.warps, 4)), 16)
         sFound = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
 
+        at, mine, bounds, wanted = self.row_of(scores, out, terms)
+        count = bounds.end - bounds.begin
+        if count <= wanted:
+            for i in cutlass.range(cute.arch.thread_idx()[0], count, facts.threads, unroll=1):
+                mine[bounds.begin + i] = bounds.begin + i
+        elif wanted > 0:
+            self.select(at, bounds, wanted, (sKey, sBlock, sHist, sWarp, sFound), (scores, out, terms))
+        _, mine, bounds, wanted = self.row_of(scores, out, terms)
+        count = cutlass.min(bounds.end - bounds.begin, wanted)
+        write_rest(mine, bounds, count, cute.arch.thread_idx()[0], facts.threads)
+
+    @cute.jit
+    def row_of(self, scores: cute.Tensor, out: cute.Tensor, terms: Terms) -> tuple:
+        """(address of this CTA's row of scores, its list, its bounds, how many of the candidates it has room for).
+        These are computed where they are needed, so that no registers hold them in between, which would be spilled."""
+        number = read_special_register("ctaid.x")
         _, groups, rows, _ = scores.shape
         row = rows - 1 - number % rows  # the longest rows first
         group = number // rows
         b, g = group // groups, group % groups
         at = scores.iterator.toint() + 4 * (b * scores.stride[0] + g * scores.stride[1] + row * Int64(scores.stride[2]))
-        bounds = bounds_of(terms, row)
-        mine = out[b, row, g, None]
-        wanted = mine.shape[0] - bounds.begin - (bounds.visible - bounds.high)
-        count = bounds.end - bounds.begin
-        if count <= wanted:
-            for i in cutlass.range(cute.arch.thread_idx()[0], count, facts.threads, unroll=1):
-                mine[bounds.begin + i] = bounds.begin + i
-        else:
-            if wanted > 0:
-                self.select(at, mine, bounds, wanted, (sKey, sBlock, sHist, sWarp, sFound))
-            count = wanted
-        write_rest(mine, bounds, count, cute.arch.thread_idx()[0], facts.threads)
+        mine, bounds = out[b, row, g, None], bounds_of(terms, row)
+        return at, mine, bounds, mine.shape[0] - bounds.begin - (bounds.visible - bounds.high)
 
     @cute.jit
-    def select(self, at: Int64, out: cute.Tensor, bounds: Bounds, wanted: Int32, buffers: tuple):
-        """Write the `wanted` best of more candidates of a row to its list."""
+    def select(self, at: Int64, bounds: Bounds, wanted: Int32, buffers: tuple, row: tuple):
+        """Write the `wanted` best of more candidates of a row to its list. row: see row_of."""
         facts = self.facts
         sKey, sBlock, sHist, sWarp, sFound = buffers
         tidx = cute.arch.thread_idx()[0]
@@ -101,13 +111,15 @@ class SelectTop:
             bound = self.sample(at, begin, bounds.end, wanted, buffers)
             reads = Int32(2)
         while reads > 0:
-            count, turn = self.collect(at, begin, bounds, bound, wanted, buffers, turn)
+            count, turn = self.collect(row, bound, buffers, turn)
+            _, _, _, wanted = self.row_of(*row)
             reads = reads - 1
             if count >= wanted:
                 reads = Int32(0)
             bound = Float32(float("nan"))
         cute.arch.sync_threads()
-        selected = cute.domain_offset(bounds.begin, out)
+        _, mine, bounds, wanted = self.row_of(*row)
+        selected = cute.domain_offset(bounds.begin, mine)
         if count > wanted:
             key, equal = self.kth.threshold(buffers, count, wanted, DIGITS)
             self.keep(buffers, selected, count, key, equal, turn, True)
@@ -145,12 +157,11 @@ class SelectTop:
         return below(key)
 
     @cute.jit
-    def collect(
-        self, at: Int64, begin: Int32, bounds: Bounds, bound: Float32, wanted: Int32, buffers: tuple, turn: Int32
-    ) -> tuple:
-        """Fill the buffer with candidates above a bound; returns (their number, turn). If some had to be left out, the
-        `wanted` best are in the buffer."""
-        facts, tidx = self.facts, cute.arch.thread_idx()[0]
+    def collect(self, row: tuple, bound: Float32, buffers: tuple, turn: Int32) -> tuple:
+        """Fill the buffer with candidates above a bound; returns (their number, turn). If some had to be left out, as
+        many of the best as are wanted are in the buffer."""
+        at, _, bounds, _ = self.row_of(*row)
+        facts, tidx, begin = self.facts, cute.arch.thread_idx()[0], bounds.begin // VECTOR * VECTOR
         mine = (tidx // WARP * VECTORS * WARP + tidx % WARP) * VECTOR
         coming, values = (cute.make_rmem_tensor((VECTOR, VECTORS), Float32) for _ in range(2))
         self.load(at, begin + mine, bounds.end, coming)
@@ -160,7 +171,7 @@ class SelectTop:
                 values[i] = coming[i]
             self.load(at, start + facts.chunk + mine, bounds.end, coming)
             inside = (start >= bounds.begin) & (start + facts.chunk <= bounds.end)
-            count, turn, bound = self.append(values, start + mine, bounds, inside, bound, wanted, buffers, count, turn)
+            count, turn, bound = self.append(values, start + mine, bounds, inside, bound, row, buffers, count, turn)
         return count, turn
 
     @cute.jit
@@ -181,7 +192,7 @@ class SelectTop:
         bounds: Bounds,
         inside,  # True if all values of the chunk are candidates
         bound: Float32,
-        wanted: Int32,
+        row: tuple,
         buffers: tuple,
         count: Int32,
         turn: Int32,
@@ -209,6 +220,7 @@ class SelectTop:
         before, total = self.scan_warps(sWarp, turn, (every & 0xFFFF) + (every >> 16))
         turn = turn ^ 1
         if count + total > self.facts.capacity:
+            _, _, _, wanted = self.row_of(*row)
             key, equal = self.kth.threshold(buffers, count, wanted, DIGITS)
             turn = self.keep(buffers, sBlock, count, key, equal, turn, False)
             count, bound = wanted, below(key)
