@@ -289,8 +289,7 @@ def crossing(block_mask) -> tuple:
         mask_mod = mask_text.written_mask(block_mask.mask_mod)
         form, lists = "lists", list(block_mask.lists())
         if block_mask.equal_rows:
-            full = block_mask.kv_indices.shape[-1] == 0
-            form, lists = ("full rows", lists[3:]) if full else ("partial rows", lists[1:2])
+            form, lists = ("full rows", lists[3:]) if block_mask._lists_full else ("partial rows", lists[1:2])
         return form, lists, list(block_mask.lengths), list(block_mask.blocksize), *mask_mod
     if isinstance(block_mask, cache.FlexBlockMask):
         lists = [block_mask.kv_num_blocks, block_mask.kv_indices]

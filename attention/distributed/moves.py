@@ -55,6 +55,7 @@ class ByKernels:
     def __init__(self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None):
         self.mask, self.tile = mask, tile
         count, device = -(-mask.lengths[0] // tile), mask.device
+        names = names if tiles is None else ()
         piece = dealing.padded(count, size, "balanced") // size
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +70,7 @@ class ByKernels:
         owners, cuts, order = CONSTANTS.get((device, count, size, *names), mask.kv_num_blocks, make, tuple)
         if tiles is not None:
             owners = (tiles.flatten().argsort() // tiles.shape[1]).int()[None]
-        balanced = names.index("balanced") if tiles is None and "balanced" in names else -1
+        balanced = names.index("balanced") if "balanced" in names else -1
         self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece)
         lengths = [dealing.padded(count, size, name) for name in names] if tiles is None else [total]
         self.tiles = [row[:n].view(size, -1) for row, n in zip(self.dealt.tiles, lengths, strict=True)]

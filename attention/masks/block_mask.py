@@ -305,9 +305,13 @@ class BlockMask(Constructors, Pictured):
     def _of_lists(self, lists: Sequence[Tensor], **facts) -> BlockMask:
         """The mask of lists that were made from this mask's: of equal rows if this one is. facts: of BlockMask."""
         if self.equal_rows:
-            full = self.kv_indices.shape[-1] == 0
-            return type(self).of_equal_rows(lists[3 if full else 1], full, **facts)
+            return type(self).of_equal_rows(lists[3 if self._lists_full else 1], self._lists_full, **facts)
         return type(self)(*lists, **facts, check=False)
+
+    @property
+    def _lists_full(self) -> bool:
+        """True if a mask of equal rows lists full blocks, and not partial ones."""
+        return self.kv_indices.shape[-1] == 0
 
     @property
     def device(self) -> torch.device:
@@ -327,8 +331,7 @@ class BlockMask(Constructors, Pictured):
     def __reduce__(self) -> tuple:
         facts = {"lengths": self.lengths, "blocksize": self.blocksize, "mask_mod": self.mask_mod}
         if self.equal_rows:  # their entries may be anything
-            full = self.kv_indices.shape[-1] == 0
-            return _rebuild, ((self.full_kv_indices if full else self.kv_indices, full), facts)
+            return _rebuild, ((self.lists()[3 if self._lists_full else 1], self._lists_full), facts)
         return _rebuild, (self.lists(), facts)
 
 

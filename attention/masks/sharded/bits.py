@@ -4,18 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
+from cute_kernels.tile.bits import lowest_bit, scan_lanes
+
 from .config import AHEAD, THREADS, WORD
-
-
-@cute.jit
-def lowest(bits: Int32) -> Int32:
-    """Number of the lowest bit that is set."""
-    return cute.arch.popc((bits & -bits) - 1)
-
-
-@cute.jit
-def set_bit(sWords: cute.Tensor, number: Int32):
-    cute.arch.atomic_or(sWords.iterator + (number >> 5), Int32(1) << (number & 31))
 
 
 @cute.jit
@@ -52,14 +43,10 @@ def write_bits(columns: cute.Tensor, sWords: cute.Tensor) -> Int32:
         if begin + lane < words:
             rest = sWords[begin + lane]
         own = cute.arch.popc(rest)
-        upto = own
-        for distance in (1, 2, 4, 8, 16):
-            other = cute.arch.shuffle_sync_up(upto, distance)
-            if lane >= distance:
-                upto = upto + other
+        upto = scan_lanes(own, 32)
         place = total + upto - own
         while rest != 0:
-            columns[place] = (begin + lane) * WORD + lowest(rest)
+            columns[place] = (begin + lane) * WORD + lowest_bit(rest)
             rest = rest & (rest - 1)
             place = place + 1
         total = total + cute.arch.shuffle_sync(upto, 31)

@@ -13,7 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
-from .bits import load, lowest, ones, set_bit
+from cute_kernels.tile.bits import lowest_bit, set_bit
+
+from .bits import load, ones
 from .config import AHEAD, DEAL_THREADS, MOST_SIZE, MOST_TILES, MOST_WORDS, THREADS, WORD, ShardFacts
 
 EACH = MOST_TILES // DEAL_THREADS  # most tiles of a thread
@@ -144,7 +146,7 @@ class DealTiles:
         for w in cutlass.range(tidx, words, DEAL_THREADS, unroll=1):
             place, rest = ones(sMine, sMine, w), sMine[w]
             while rest != 0:
-                tile = w * WORD + lowest(rest)
+                tile = w * WORD + lowest_bit(rest)
                 sTiles[place] = tile
                 tiles[d, p * each + place] = Int64(tile)
                 rest = rest & (rest - 1)
@@ -183,7 +185,7 @@ class DealTiles:
                 if (need & rest & -rest) != 0:
                     found = place
                     place = place + 1
-                places[d, p, w * WORD + lowest(rest)] = found
+                places[d, p, w * WORD + lowest_bit(rest)] = found
                 rest = rest & (rest - 1)
 
     @cute.jit

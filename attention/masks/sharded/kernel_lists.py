@@ -9,7 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
 
-from .bits import load, set_bit, write_bits
+from cute_kernels.tile.bits import set_bit
+
+from .bits import load, write_bits
 from .config import AHEAD, LINE, THREADS, WORD, ShardFacts
 
 

@@ -12,6 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
+from cute_kernels.tile.bits import set_bit
+
 from .config import ROWS, WARPS, WORD, WORDS, TransposeFacts
 
 
@@ -53,7 +55,7 @@ class MakeBitmaps:
             for i in cutlass.range(lane, counts[b, h, m], 32, unroll=1):
                 column = columns[b, h, m, i]
                 if (column >= 0) & (column < cols):
-                    cute.arch.atomic_or(sRow.iterator + (column >> 5), Int32(1) << (column & 31))
+                    set_bit(sRow, column)
             cute.arch.sync_warp()
             for i in cutlass.range(lane, words, 32, unroll=1):
                 bits[b, h, m, i] = sRow[i]

@@ -24,12 +24,12 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 
+from cute_kernels.tile.bits import scan_lanes
 from cute_kernels.tile.ptx import here, read_special_register
 
 from .config import DIGIT, DIGITS, SAMPLE_DIGITS, SAMPLED, VECTOR, VECTORS, WARP, TopFacts
 from .radix import KthLargest
 from .rows import Bounds, Terms, below, bounds_of, key_of, write_rest
-from .scan import scan_lanes
 
 LEAST = -(2**31)
 LEAST_THREADS = 1024  # of an SM's CTAs, which leaves 64 registers; left to itself, ptxas fits more and spills

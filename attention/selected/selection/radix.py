@@ -10,8 +10,9 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 
+from cute_kernels.tile.bits import scan_lanes
+
 from .config import DIGIT, DIGITS, VECTOR, WARP, TopFacts
-from .scan import scan_lanes
 
 LARGEST = 2**31 - 1
 

@@ -15,9 +15,10 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 
+from cute_kernels.tile.bits import scan_lanes
+
 from .config import VECTOR, WARP, WARPS, TopFacts
 from .rows import Bounds, Terms, bounds_of, key_of, write_rest
-from .scan import scan_lanes
 
 LEAST = -(2**31)  # the key of what is no candidate
 PACKED = 4  # vectors whose numbers of candidates share a register, 8 bits each

@@ -17,6 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
+from cute_kernels.tile.bits import lowest_bit, scan_lanes, set_bit
+
 from ..combine import combine
 from ..unions.config import SIDE, WORD
 from .config import COLUMNS, THREADS, WARPS, TableFacts
@@ -153,7 +155,7 @@ class MakeTables:
 
     @cute.jit
     def set_column(self, sCols: cute.Tensor, column: Int32):
-        cute.arch.atomic_or(sCols.iterator + (column >> 5), Int32(1) << (column & 31))
+        set_bit(sCols, column)
 
     @cute.jit
     def store_words(
@@ -210,14 +212,10 @@ class MakeTables:
                 if limit - base < WORD:
                     bits = bits & ((Int32(1) << (limit - base)) - 1)
             own = cute.arch.popc(bits)
-            upto = own
-            for distance in (1, 2, 4, 8, 16):
-                other = cute.arch.shuffle_sync_up(upto, distance)
-                if lane >= distance:
-                    upto = upto + other
+            upto = scan_lanes(own, 32)
             place = total + upto - own
             while bits != 0:
-                column = base + cute.arch.popc((bits & -bits) - 1)
+                column = base + lowest_bit(bits)
                 for head in cutlass.range(copies, unroll=1):
                     columns[first_head + head, place] = column
                 bits = bits & (bits - 1)

@@ -19,6 +19,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr, range_constexpr
 
+from cute_kernels.tile.bits import scan_lanes, set_bit
+
 from ..combine import combine
 from .config import BITS, SIDE, THREADS, WORD, UnionFacts
 
@@ -126,7 +128,7 @@ class MakeUnions:
                 found = self.load(lists, token, last, begin, kv_blocks)
                 for n in range_constexpr(facts.batch):
                     if found[n] >= 0:
-                        cute.arch.atomic_or(sBitmap.iterator + (found[n] >> 5), Int32(1) << (found[n] & 31))
+                        set_bit(sBitmap, found[n])
 
     @cute.jit
     def scan(self, sBitmap: cute.Tensor, sRank: cute.Tensor, sWarp: cute.Tensor, span: Int32) -> Int32:
@@ -137,11 +139,7 @@ class MakeUnions:
         before = Int32(0)
         for begin in cutlass.range(warp * span, (warp + 1) * span, 32, unroll=1):
             own = cute.arch.popc(sBitmap[begin + lane])
-            upto = own
-            for distance in (1, 2, 4, 8, 16):
-                other = cute.arch.shuffle_sync_up(upto, distance)
-                if lane >= distance:
-                    upto = upto + other
+            upto = scan_lanes(own, 32)
             sRank[begin + lane] = before + upto - own
             before = before + cute.arch.shuffle_sync(upto, 31)
         if lane == 0:

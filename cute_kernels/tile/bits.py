@@ -1,8 +1,20 @@
-"""Prefix sums across the lanes of a warp."""
+"""Bits in the words of a bitmap, and prefix sums across the lanes of a warp."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+
+
+@cute.jit
+def set_bit(sWords: cute.Tensor, number: Int32):
+    """Set a bit of a bitmap in shared memory."""
+    cute.arch.atomic_or(sWords.iterator + (number >> 5), Int32(1) << (number & 31))
+
+
+@cute.jit
+def lowest_bit(bits: Int32) -> Int32:
+    """Number of the lowest bit that is set."""
+    return cute.arch.popc((bits & -bits) - 1)
 
 
 @cute.jit
