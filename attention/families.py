@@ -1,6 +1,7 @@
 """Kernel families of attention. Importing this module registers them."""
 
 from .backward.family import FLASH_BACKWARD
+from .backward.gather.family import GATHER_BACKWARD
 from .decode.family import DECODE
 from .forward.family import FLASH_FORWARD, VALUES
 from .masks.sharded.family import SHARDED_MASKS
@@ -10,5 +11,5 @@ from .selected.selection.family import SCORES, TOP
 from .selected.tables.family import SELECTED_TABLES
 from .selected.unions.family import UNIONS
 
-__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "SCORES", "SELECTED_DECODE", "SELECTED_TABLES"]
-__all__ += ["SHARDED_MASKS", "TOP", "TRANSPOSED_LISTS", "UNIONS", "VALUES"]
+__all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "GATHER_BACKWARD", "SCORES", "SELECTED_DECODE"]
+__all__ += ["SELECTED_TABLES", "SHARDED_MASKS", "TOP", "TRANSPOSED_LISTS", "UNIONS", "VALUES"]

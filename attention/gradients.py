@@ -16,6 +16,7 @@ from cute_kernels.runtime.transforms import differentiable_once
 from . import dispatch, reference
 from .arguments import VALUES, AttentionArgs
 from .backward.dispatch import backward, interleaves
+from .backward.gather import dispatch as gathered_backward
 from .block_sparse import as_block_mask
 from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
@@ -35,7 +36,8 @@ class Attention(torch.autograd.Function):
         of_mask: Sequence[Tensor] = ()
         selected = type(args.block_mask) is SelectedBlocks
         packed = args.block_mask.packed if selected else 1
-        if args.block_mask is not None:
+        lists = selected and in_lists(args)  # backward then needs no tables of a block mask
+        if args.block_mask is not None and not lists:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
         if mask is None or (selected and serves(args)):
             out, lse = dispatch.attention(args.with_lse())
@@ -44,7 +46,9 @@ class Attention(torch.autograd.Function):
             out, lse = dispatch.attention(args._replace(q=rows, block_mask=mask).with_lse())
             if packed > 1:
                 out, lse = as_heads(out, packed), as_heads(lse, packed)
-        if mask is not None:
+        if lists:
+            mask, of_mask = gathered_backward.SavedLists.of(args.block_mask)
+        elif mask is not None:
             mask, of_mask = saved_mask(mask, args.causal, has_kernel(q))
         ctx.save_for_backward(q, k, v, out, lse, args.cu_seqlens_q, args.cu_seqlens_k, sinks, *of_mask, *captured)
         if captured:  # saved above, and freed with what is saved
@@ -77,6 +81,13 @@ class Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, Attention).apply  # without torch.func's part, some 3 us a call
+
+
+def in_lists(args: AttentionArgs) -> bool:
+    """True if backward is expected to use the lists of selected blocks as they are."""
+    if not gathered_backward.serves(args, in_one_order(args.deterministic)):
+        return False
+    return not args.block_mask.indices.is_inference()  # autograd does not save such tensors
 
 
 def differentiable_attention(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -121,7 +132,7 @@ def gradients_of(
     """(dQ, dK, dV, dsinks) of a call; dout or dlse may be None. See backward.dispatch for the tensors.
 
     Args:
-        args: the call, with a BlockMask; its sinks only if they need a gradient, else dsinks is None.
+        args: the call, with a BlockMask or SelectedBlocks; its sinks only if they need a gradient, else dsinks is None.
         sums: accumulators of the gradients of tensors that score_mod captures, by slot.
         grad_dtype: dtype of dQ, dK and dV, instead of q's; dq_dtype: that of dQ, instead of both.
         packed: query heads that are rows of the mask's scores (selected/rows.py).
@@ -132,8 +143,13 @@ def gradients_of(
         return dq, dk, dv, None if args.sinks is None else gradient_of(args.sinks).zero_()
     if dout is None:
         dout = torch.zeros_like(out)
+    args = args._replace(deterministic=in_one_order(args.deterministic))
+    if isinstance(args.block_mask, SelectedBlocks):
+        if grad_dtype is dq_dtype is None and gathered_backward.serves(args, bool(args.deterministic)):
+            dq, dk, dv = gathered_backward.backward(args, out, lse, dout, dlse)
+            return dq, dk, dv, None
+        args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
     if packed > 1 and has_kernel(q) and interleaves(args, packed, grad_dtype, dq_dtype):
-        args = args._replace(deterministic=in_one_order(args.deterministic))
         return backward(args, out, lse, dout, dlse, sums, packed_heads=packed)
     if packed > 1:
         out, lse, dout, dlse = (t if t is None else as_rows(t, packed) for t in (out, lse, dout, dlse))
@@ -142,7 +158,6 @@ def gradients_of(
         dq = gradient_of(q, dtype=rows.dtype)
         dq.unflatten(1, (-1, packed)).copy_(rows.unflatten(2, (-1, packed)).transpose(2, 3))
         return dq, dk, dv, dsinks
-    args = args._replace(deterministic=in_one_order(args.deterministic))
     if has_kernel(q):
         return backward(args, out, lse, dout, dlse, sums, grad_dtype, dq_dtype)
     dq, dk, dv, dsinks = reference.gradients(args, out, lse, dout, dlse, sums, grad_dtype)

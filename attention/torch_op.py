@@ -156,8 +156,9 @@ class Op:
     def run_backward(self, dout, dlse, q, k, v, out, lse, *others) -> tuple:
         mask, score, wanted, terms, grad_dtype, dq_dtype = self._split_backward(others)
         args, dtypes = self.args(q, k, v, mask, terms), (grad_dtype, dq_dtype)
-        packed = args.block_mask.packed if type(args.block_mask) is SelectedBlocks else 1
-        if self.masked:
+        selected = type(args.block_mask) is SelectedBlocks
+        packed = args.block_mask.packed if selected else 1
+        if self.masked and not selected:
             args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
         if not self.scored:
             return _four(q, gradients.gradients_of(args, out, lse, dout, dlse, None, grad_dtype, dq_dtype, packed))

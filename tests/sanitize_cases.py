@@ -245,6 +245,15 @@ def of_gathered_blocks(path: str) -> None:
             gathered.check(*gathered.call_of(*sizes, **options, device=DEVICE), **terms)
 
 
+def of_gathered_gradients(path: str) -> None:
+    """Gradients of selected-block attention by KV tiles that are gathered."""
+    from .attention import test_selected_gathered_backward as gathered
+
+    with cute_kernels.path(path):
+        for sizes, options, terms in gathered.CALLS.values():
+            gathered.check(gathered.call_of(*sizes, **options, device=DEVICE), **terms)
+
+
 def of_equal_rows(path: str) -> None:
     """A mask with equally many blocks a row, in any order, the last column of which is cut."""
     from .attention import test_block_attention
@@ -393,6 +402,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "sharded masks": of_sharded_masks,  # likewise
     "FP8 attention": of_float8_attention,
     "attention, gathered blocks": of_gathered_blocks,
+    "attention, gradients of gathered blocks": of_gathered_gradients,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {

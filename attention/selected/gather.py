@@ -1,7 +1,7 @@
 """Calls of selected_attention that the kernel with gathered KV tiles serves; block_sparse.py serves the others.
 
 The forward kernels of forward/gather walk the union of the lists of each query tile's tokens, which selected/unions
-makes. Backward uses the block mask of blocks.py in any case.
+makes. backward/gather/dispatch decides for backward, whose other calls use the block mask of blocks.py.
 """
 
 from functools import partial

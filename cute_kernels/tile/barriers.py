@@ -15,7 +15,7 @@ Named barriers: the uses of a CTA's sixteen barriers per kernel. Barrier 0 is __
     backward        6 to 9     warp that stores               its buffer there is free again
     backward with   2, 3       a consumer warpgroup           its part of dQ is written, or its buffer free again
     one dS          10, 11     both consumer warpgroups       one has read the other's dS
-    shared columns  4, 5       both consumer warpgroups       one has read the other's P and dS
+    shared columns  4, 5       both consumer warpgroups       one has read the other's P and dS; also gathered backward
 
 "product" is the GEMM kernel. The small-block kernel has the same store and three consumers, so it uses 1 to 3.
 
