@@ -15,12 +15,12 @@ from cute_kernels.runtime.transforms import differentiable_once
 
 from . import dispatch, reference
 from .arguments import VALUES, AttentionArgs
-from .backward.dispatch import backward, interleaves
+from .backward.dispatch import backward, interleaves, side_of
 from .backward.gather import dispatch as gathered_backward
 from .block_sparse import as_block_mask
 from .masks.saved_mask import saved_mask
 from .plan import gradient_of, has_kernel
-from .selected.blocks import SelectedBlocks
+from .selected.blocks import SelectedBlocks, mask_of
 from .selected.gather import serves
 from .selected.rows import as_heads, as_rows
 
@@ -36,7 +36,8 @@ class Attention(torch.autograd.Function):
         of_mask: Sequence[Tensor] = ()
         selected = type(args.block_mask) is SelectedBlocks
         packed = args.block_mask.packed if selected else 1
-        lists = selected and in_lists(args)  # backward then needs no tables of a block mask
+        # Backward then makes its own tables. Autograd does not save tensors of inference mode.
+        lists = selected and serves(args) and not args.block_mask.indices.is_inference()
         if args.block_mask is not None and not lists:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
         if mask is None or (selected and serves(args)):
@@ -81,13 +82,6 @@ class Attention(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, Attention).apply  # without torch.func's part, some 3 us a call
-
-
-def in_lists(args: AttentionArgs) -> bool:
-    """True if backward is expected to use the lists of selected blocks as they are."""
-    if not gathered_backward.serves(args, in_one_order(args.deterministic)):
-        return False
-    return not args.block_mask.indices.is_inference()  # autograd does not save such tensors
 
 
 def differentiable_attention(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -148,7 +142,8 @@ def gradients_of(
         if grad_dtype is dq_dtype is None and gathered_backward.serves(args, bool(args.deterministic)):
             dq, dk, dv = gathered_backward.backward(args, out, lse, dout, dlse)
             return dq, dk, dv, None
-        args = args._replace(block_mask=as_block_mask(q, k, args.block_mask))
+        lengths, side = (q.shape[-2] * packed, k.shape[-2]), side_of(args)
+        args = args._replace(block_mask=mask_of(args.block_mask, q.shape[1] // packed, lengths, side=side))
     if packed > 1 and has_kernel(q) and interleaves(args, packed, grad_dtype, dq_dtype):
         return backward(args, out, lse, dout, dlse, sums, packed_heads=packed)
     if packed > 1:

@@ -5,6 +5,7 @@ are compared too: a kernel that does nothing has no memory errors. Operands are 
 so that few kernels but ours run.
 """
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -254,6 +255,15 @@ def of_gathered_gradients(path: str) -> None:
             gathered.check(gathered.call_of(*sizes, **options, device=DEVICE), **terms)
 
 
+def of_selected_gradients(path: str) -> None:
+    """Gradients of selected-block attention by block masks, in ranges of two rows of blocks."""
+    from .attention import test_selected
+
+    with cute_kernels.path(path), mock.patch.object(test_selected.ranges, "FEWEST", 2):
+        for name in test_selected.IN_RANGES:
+            test_selected.compare_gradients(DEVICE, contextlib.nullcontext, name)
+
+
 def of_equal_rows(path: str) -> None:
     """A mask with equally many blocks a row, in any order, the last column of which is cut."""
     from .attention import test_block_attention
@@ -403,6 +413,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "FP8 attention": of_float8_attention,
     "attention, gathered blocks": of_gathered_blocks,
     "attention, gradients of gathered blocks": of_gathered_gradients,
+    "attention, gradients of selected blocks": of_selected_gradients,
     "bsr small blocks": only(family_is("small blocks"), partial(matmul, (16, 16), "power_law", 14, 9, 264)),
 }
 ODD = {

@@ -66,11 +66,12 @@ def backward_args(facts: BackwardFacts) -> tuple:
 
     dim, dim_v = facts.head_dim, facts.head_dim_v
     tensors = [heads(facts, width) for width in (dim, dim, dim_v, dim_v)]
-    tensors += [heads(facts, width, facts.grad_dtype) for width in (dim, dim_v)]
+    tensors += [heads(facts, width, "float32" if facts.ranges else facts.grad_dtype) for width in (dim, dim_v)]
     arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
     blocks = None
     if facts.blocks is not None:
-        lists = (fake_tensor("int32", n, n - 1, 1) for n in (3, 4, 3, 4, 4 if facts.deterministic else 1))
+        ranks = 3, 4, 3, 4, 4 if facts.deterministic else 1, *[1] * facts.ranges
+        lists = (fake_tensor("int32", n, n - 1, 1) for n in ranks)
         blocks = (*lists, *function_args(facts.blocks.mask))
     score_tensors = () if facts.score is None else facts.score.tensors
     sums = tuple(tensor_like(score_tensors[slot]) for slot in facts.score_sums) or None

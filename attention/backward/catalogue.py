@@ -68,7 +68,10 @@ def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
     ):
         blocks = BlockKind(SIDE, SIDE, selected_mask(block_size, packed, shift))
         plain = BackwardFacts(spec.target, "sm_90", None, "bfloat16", dim, dim_v)
-        yield pick(replace(plain, blocks=blocks, packed_heads=packed))
+        kernels = replace(plain, blocks=blocks, packed_heads=packed)
+        yield pick(replace(kernels, ranges=True))
+        if packed > 1 and dim == 128:
+            yield pick(replace(kernels, deterministic=True))
 
 
 def selected_mask(block_size: int, packed: int, shift: int) -> ElementMask:

@@ -209,6 +209,7 @@ class BackwardFacts:
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
     grad_dtype: str | None = None  # of dK and dV; None: the operands'
     packed_heads: int = 1  # query heads of a KV head whose rows are interleaved, with a mask of these rows; sm_90
+    ranges: bool = False  # True if a KV tile has work items for ranges of query rows, with FP32 dK and dV (ranges.py)
 
     def key(self) -> str:
         """A text that is the same in every process."""

@@ -93,6 +93,8 @@ class FlashBackward(Family):
             features.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
         if facts.packed_heads > 1:
             features.append(f"{facts.packed_heads} heads in place")
+        if facts.ranges:
+            features.append("in ranges of rows")
         return {
             "path": facts.path,
             "configuration": str(facts.config),

@@ -130,8 +130,8 @@ class FlashBackwardSm80:
         for g in cutlass.range(heads, unroll=1):
             h = tile.h_kv * heads + g
             next_g = cutlass.min(g + 1, heads - 1)
-            tiles = source.for_tile(tile.n, h, tile.b, seqlen)
-            of_next = source.for_tile(tile.n, tile.h_kv * heads + next_g, tile.b, seqlen)
+            tiles = source.for_tile(tile, h, seqlen)
+            of_next = source.for_tile(tile, tile.h_kv * heads + next_g, seqlen)
             has_next, next_first = (next_g > g) & (of_next.count > 0), of_next.at(0)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
             work = Work(

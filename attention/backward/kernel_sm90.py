@@ -38,7 +38,7 @@ from .prefetched_sm90 import AheadSm90
 from .problem import KvTile, problem_of
 from .semaphores import TURN
 from .split_head_dim_sm90 import SharedColumnsSm90
-from .store import store_fragment
+from .store import add_fragment, store_fragment
 
 MAINLOOPS = {StepConfig: MainloopSm90, AheadConfig: AheadSm90, SharedColumnsConfig: SharedColumnsSm90}
 REGISTERS = {1: (24, 232), 2: (24, 240)}  # per thread of (producer, consumers), by number of consumer warpgroups
@@ -107,7 +107,7 @@ class FlashBackwardSm90:
             loop.make_mmas(), p.source, p.scheduler, p.seqlens, scale_log2, softcap, scale,
             (score_tensors, score_sums),
         ).launch(
-            grid=(cutlass.min(p.scheduler.count, max_ctas), 1, 1), block=(self.threads, 1, 1),
+            grid=(cutlass.min(p.scheduler.most, max_ctas), 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=cfg.ctas,
             preferred_smem_carveout=None if cfg.ctas == 1 else 100,  # without it the DSL would query a GPU
             stream=stream, use_pdl=True,
@@ -204,9 +204,12 @@ class FlashBackwardSm90:
                 at_kv.advance()
                 if const_expr(not cfg.storing_warps):
                     self.mainloop.drain(c)  # other CTAs wait for the semaphores, this CTA for its dQ buffers' reads
+                if const_expr(self.facts.ranges):
+                    self.add(c, (mdK, mdV), tile, seqlen)
                 index, fields = queue.consume(len(fields), at_queue)
                 at_queue.advance()
-                self.store(c, (mdK, mdV), tile, seqlen, scale)
+                if const_expr(not self.facts.ranges):
+                    self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
     def steps_by_units(
@@ -237,7 +240,7 @@ class FlashBackwardSm90:
     def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
         """The Work of query head g within the tile's head of K and V. terms: Work's fields from scale_log2 on."""
         h = tile.h_kv * scheduler.qhead_per_kvhead + g
-        tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+        tiles = source.for_tile(tile, h, seqlen)
         return Work(source, tiles, seqlen, tile.b, h, tile.n * self.cfg.tile_n, *terms)
 
     def dq_work_of(self, tiles, h, part, memory: tuple, scheduler, seqlens, seqlen, tile) -> DqWork:
@@ -262,6 +265,15 @@ class FlashBackwardSm90:
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
+    def add(self, c: Consumer, sums: tuple, tile, seqlen):
+        """Add dK, not scaled, and dV of this thread to FP32 accumulators."""
+        mdK, mdV = sums
+        col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
+        for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
+            begin = cute.domain_offset((0, self.mainloop.first_column(c, acc)), m[tile.b, tile.h_kv, None, None])
+            add_fragment(acc, begin, col, seqlen.cols)
+
+    @cute.jit
     def zero_rows_past_the_end(self, storage, valid: Int32):
         """Zero the rows of K and V that belong to the next sequence, possibly the whole tile."""
         if valid < self.cfg.tile_n:
@@ -275,7 +287,7 @@ class FlashBackwardSm90:
         """Number of query tiles, over all heads, that attend to the CTA's KV tile."""
         count, heads = Int32(0), scheduler.qhead_per_kvhead
         for g in cutlass.range(heads, unroll=1):
-            count += source.for_tile(tile.n, tile.h_kv * heads + g, tile.b, seqlen).count
+            count += source.for_tile(tile, tile.h_kv * heads + g, seqlen).count
         return count
 
     @cute.jit
@@ -284,7 +296,7 @@ class FlashBackwardSm90:
         first, heads = Int32(0), scheduler.qhead_per_kvhead
         for g in cutlass.range(heads, unroll=1):
             from_last = heads - 1 - g
-            if source.for_tile(tile.n, tile.h_kv * heads + from_last, tile.b, seqlen).count > 0:
+            if source.for_tile(tile, tile.h_kv * heads + from_last, seqlen).count > 0:
                 first = from_last
         return first
 
@@ -308,7 +320,7 @@ class FlashBackwardSm90:
                 left -= 1
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
-                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                tiles = source.for_tile(tile, h, seqlen)
                 to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
                 if const_expr(facts.deterministic and cfg.sums == 2):
                     left, at = self.dq_store.store_in_turn(group, to, sums, left, at)
@@ -346,11 +358,11 @@ class FlashBackwardSm90:
                 self.load(part, place, pipe, at_kv, at_kv.index)
             at_kv.advance()
             last = (tile.h_kv + 1) * scheduler.qhead_per_kvhead - 1
-            count = self.mainloop.step_count(source.for_tile(tile.n, last, tile.b, seqlen).count)
+            count = self.mainloop.step_count(source.for_tile(tile, last, seqlen).count)
             number, fetch_at = index + step, cutlass.max(count - FETCH_AHEAD, 0)
             for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
                 h = tile.h_kv * scheduler.qhead_per_kvhead + g
-                tiles = source.for_tile(tile.n, h, tile.b, seqlen)
+                tiles = source.for_tile(tile, h, seqlen)
                 first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
                 for i in cutlass.range(self.mainloop.step_count(tiles.count), unroll=1):

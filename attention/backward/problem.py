@@ -22,6 +22,7 @@ class KvTile:
     n: Int32
     h_kv: Int32
     b: Int32
+    range: Int32 | None = None  # of query rows; BackwardFacts.ranges
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class KvScheduler:
     @property
     def count(self) -> Int32:
         return self.tiles_k * self.heads_kv * self.batch
+
+    @property
+    def most(self) -> Int32:
+        """At least `count`, and known before the launch."""
+        return self.count
 
     @property
     def last_heads(self) -> Int32:
@@ -94,6 +100,31 @@ class OrderedKvScheduler(KvScheduler):
 
 
 @dataclass(frozen=True)
+class RangedKvScheduler(KvScheduler):
+    """Scheduler of (KV tile, range of query rows) that a table lists (ranges.py), range by range."""
+
+    order: cute.Tensor = None  # (most,) int32: block of keys + blocks * (h_kv + heads_kv * (b + batch * range))
+    listed: cute.Tensor = None  # (1,) int32: blocks of keys listed
+    blocks: Int32 = None
+    tiles: cutlass.Constexpr[int] = 1  # KV tiles of a block
+
+    @property
+    def count(self) -> Int32:
+        return self.listed[0] * self.tiles
+
+    @property
+    def most(self) -> Int32:
+        return self.order.shape[0] * self.tiles
+
+    def fields(self, index) -> tuple:
+        number = self.order[cutlass.min(index, self.most - 1) // self.tiles]
+        head = number // self.blocks
+        item = head // self.heads_kv
+        n = number % self.blocks * self.tiles + index % self.tiles
+        return n, head % self.heads_kv, item % self.batch, item // self.batch
+
+
+@dataclass(frozen=True)
 class Problem:
     """Batched tensors, the KV tile scheduler, sequence lengths, and the source of query tiles."""
 
@@ -128,7 +159,8 @@ def problem_of(
     tensors: tuple,  # Q, K, V, dO, dK, dV
     arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; packed sequences
-    blocks: tuple | None,  # BlockRows' lists; its ranks if deterministic, else the order of KV tiles; mask tensors
+    # BlockRows' lists; its ranks if deterministic, else the order of KV tiles, with ranges and number; mask tensors
+    blocks: tuple | None,
     left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
     offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets
@@ -152,11 +184,16 @@ def problem_of(
         scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
     if facts.blocks is not None:
         lists, (order, *mask_tensors) = blocks[:4], blocks[4:]
-        ranks = order if facts.deterministic else None
-        if not facts.deterministic:
-            scheduler = OrderedKvScheduler(*tiles, heads, heads_kv, batch, fit, order=order)
+        ranks, ranges = order if facts.deterministic else None, None
         sides = facts.blocks.block_k // cfg.tile_n, facts.blocks.block_q // cfg.tile_m
-        source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides)
+        if facts.ranges:
+            listed, *mask_tensors = mask_tensors
+            of_blocks = {"order": order, "listed": listed, "blocks": lists[0].shape[2], "tiles": sides[0]}
+            scheduler = RangedKvScheduler(*tiles, heads, heads_kv, batch, fit, **of_blocks)
+            ranges = cute.ceil_div(tiles[1] // sides[1], lists[1].shape[3])
+        elif not facts.deterministic:
+            scheduler = OrderedKvScheduler(*tiles, heads, heads_kv, batch, fit, order=order)
+        source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides, ranges)
     else:
         around = not (facts.window.left or facts.window.right or facts.deterministic)
         down, last_heads = facts.deterministic and facts.window.right, None

@@ -90,8 +90,9 @@ class WindowRows:
     # sequences, which are one batch).
     last_heads: tuple[Int32, Int32 | int] | None = None
 
-    def for_tile(self, n, h, b, seqlen) -> QTiles:
-        """The tiles that attend to KV tile n. Their order depends on the head, their count on the sequence lengths."""
+    def for_tile(self, tile, h, seqlen) -> QTiles:
+        """The tiles of head h that attend to a problem.KvTile. Their order depends on the head."""
+        n, b = tile.n, tile.b
         first = n * self.tile_n
         after = cutlass.min(first + self.tile_n, seqlen.cols)
         begin, end = Int32(0), seqlen.rows
@@ -140,6 +141,7 @@ class BlockQTiles:
     item: Int32  # index in B
     head: Int32  # index in H
     column: Int32  # index in Mk
+    before: Int32  # rows of blocks before those that the lists count from; see BlockRows.ranges
     n: Int32  # the KV tile
     ranks: cute.Tensor | None  # BlockRows'
     tiles_k: cutlass.Constexpr[int]  # KV tiles per block
@@ -160,14 +162,14 @@ class BlockQTiles:
             row = Int32(self.partial_index[(*place, block)])
         elif block < self.blocks:
             row = Int32(self.full_index[(*place, block - self.partial)])
-        return row * self.steps + i % self.steps
+        return (self.before + row) * self.steps + i % self.steps
 
     def partial_row(self, i) -> Int32:
         """Row of blocks of the i-th tile, for a mask without full blocks: any number if there is no tile, and past the
         last one the row of some other tile. See `at` for the addresses."""
         block = cutlass.max(cutlass.min(i // self.steps, self.blocks - 1), 0)
         zero = zero_of(block + cute.arch.lane_idx())
-        return Int32(self.partial_index[self.item + zero, self.head + zero, self.column + zero, block])
+        return self.before + Int32(self.partial_index[self.item + zero, self.head + zero, self.column + zero, block])
 
     def turn(self, number) -> Int32:
         """Number of KV tiles before this one that query tile `number` attends to (semaphores.py)."""
@@ -181,7 +183,11 @@ class BlockQTiles:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast."""
+    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast.
+
+    With `ranges`, each head has so many lists of a KV block, one for each range of as many rows of blocks as a list has
+    room for, which count from the beginning of the range. Then H below is the number of heads times ranges.
+    """
 
     partial_count: cute.Tensor  # (B, H, Mk) int32
     partial_index: cute.Tensor  # (B, H, Mk, width)
@@ -191,12 +197,17 @@ class BlockRows:
     mask_tensors: tuple  # captured by the element mask
     tiles_k: cutlass.Constexpr[int]  # KV tiles per block
     steps: cutlass.Constexpr[int]  # query tiles per block
+    ranges: Int32 | None = None  # number of ranges of query rows; BackwardFacts.ranges
 
-    def for_tile(self, n, h, b, seqlen) -> BlockQTiles:
-        """The tiles that attend to KV tile n in head h of batch b."""
+    def for_tile(self, tile, h, seqlen) -> BlockQTiles:
+        """The tiles of head h that attend to a problem.KvTile."""
         batch, heads = self.partial_count.shape[0], self.partial_count.shape[1]
-        at = cutlass.min(b, batch - 1), cutlass.min(h, heads - 1), n // self.tiles_k
+        head, before = cutlass.min(h, heads - 1), Int32(0)
+        if self.ranges is not None:
+            head = cutlass.min(h, heads // self.ranges - 1) * self.ranges + tile.range
+            before = tile.range * self.partial_index.shape[3]
+        at = cutlass.min(tile.b, batch - 1), head, tile.n // self.tiles_k
         partial, full = (cute.arch.make_warp_uniform(t[at]) for t in (self.partial_count, self.full_count))
         blocks = partial + full
         lists, counts = (self.partial_index, self.full_index), (blocks * self.steps, blocks, partial)
-        return BlockQTiles(*counts, *lists, *at, n, self.ranks, self.tiles_k, self.steps)
+        return BlockQTiles(*counts, *lists, *at, before, tile.n, self.ranks, self.tiles_k, self.steps)

@@ -7,6 +7,7 @@ from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.tile.element import BITS_16
+from cute_kernels.tile.ptx import add_vector_to_memory
 
 from ..forward.store_o import store_rows
 from .config import FP32
@@ -36,6 +37,18 @@ def store_fp32(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32, tiles
                     pair[j] = values[first + j]
                 place = make_ptr(Float32, at + i * (8 * FP32), AddressSpace.gmem, assumed_align=2 * FP32)
                 cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
+
+
+@cute.jit
+def add_fragment(acc: cute.Tensor, mX: cute.Tensor, row: Int32, rows: Int32):
+    """Add an accumulator ((2, 2), 1, columns / 8) to FP32 sums in memory, whose columns have the order of sums.py."""
+    values = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    for r in range_constexpr(2):
+        if row + 8 * r < rows:
+            at = mX.iterator.toint() + (Int64(row + 8 * r) * mX.stride[0] + cute.arch.lane_idx() % 4 * 4) * FP32
+            for u in range_constexpr(cute.size(acc) // 8):
+                four = [values[8 * u + 2 * r + v % 2 + v // 2 * 4] for v in range(4)]
+                add_vector_to_memory(at, four, u * 16 * FP32)
 
 
 @cute.jit

@@ -79,18 +79,20 @@ class Member:
         return ((word >> (block % WORD)) & 1) != 0
 
 
-def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kernel: bool = True) -> BlockMask:
-    """The block mask of scores (rows of q, Sk) = lengths with this number of heads.
+def mask_of(
+    selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kernel: bool = True, side: int = SIDE
+) -> BlockMask:
+    """The block mask of scores (rows of q, Sk) = lengths with this number of heads, in blocks of side x 128.
 
     kernel: False to use torch operations on a GPU as well, for a plan that launches nothing.
     """
     indices, block_size, causal, packed, cu_q, cu_k = selected
     check_supported("selected_attention", indices)
     (rows, columns), tokens = lengths, indices.shape[1]
-    grid = -(-rows // SIDE), -(-columns // SIDE)
+    grid = -(-rows // side), -(-columns // SIDE)
     if 0 in (*indices.shape, heads, *lengths):
         none = torch.zeros(grid, dtype=torch.bool, device=indices.device)
-        return BlockMask.from_blocks(none, (SIDE, SIDE), lengths=lengths)
+        return BlockMask.from_blocks(none, (side, SIDE), lengths=lengths)
     first = end = shift = constant = None
     visible: MaskMod | None = None
     if cu_q is not None and cu_k is not None:
@@ -102,15 +104,15 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kern
         visible = Band(None, 0, constant)
     share = heads // indices.shape[2]
     copies = share if 1 < indices.shape[2] < heads else 1
-    if kernel and planning.has_kernel(indices) and supports(indices, columns, packed):
+    if kernel and planning.has_kernel(indices) and supports(indices, columns, packed, side):
         words, *lists = selected_tables(
-            indices, block_size, first, end, columns, packed, shift=shift, copies=copies
-        )  # fmt: skip
+            indices, block_size, first, end, columns, packed, shift=shift, copies=copies, side=side
+        )
         make = partial(BlockMask.of_partial, *lists)
     else:
-        words, listed = tables_of(indices, block_size, first, end, columns, packed)
+        words, listed = tables_of(indices, block_size, first, end, columns, packed, side)
         if shift is not None:
-            last = (torch.arange(1, grid[0] + 1, device=indices.device) * SIDE - 1) // packed + shift
+            last = (torch.arange(1, grid[0] + 1, device=indices.device) * side - 1) // packed + shift
             listed &= torch.arange(grid[1], device=indices.device) * SIDE <= last[:, None]
         make = partial(BlockMask.from_blocks, listed if copies == 1 else listed.repeat_interleave(copies, 1))
     member = Member(words, share, block_size, first)
@@ -123,7 +125,7 @@ def mask_of(selected: SelectedBlocks, heads: int, lengths: tuple[int, int], kern
         kind = MemberKind(block_size, packed, share, causal)
     reads = (words,) if first is None or end is None else (words, first, end)
     mask_mod = bound(mask_mod, key, reads, kind, shift or None)
-    return make(blocksize=(SIDE, SIDE), lengths=lengths, mask_mod=mask_mod)
+    return make(blocksize=(side, SIDE), lengths=lengths, mask_mod=mask_mod)
 
 
 def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:
@@ -144,16 +146,17 @@ def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool
 
 
 def tables_of(
-    indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int, packed: int
-) -> tuple[Tensor, Tensor]:
-    """(words, listed): the membership of Member, (B, G, Sq, n) int32, and the union of the lists in blocks of scores,
-    bool (B, G, Mq, Mk), of rows that are `packed` heads of each token."""
+    indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int, packed: int,
+    side: int = SIDE,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(words, listed): the membership of Member, (B, G, Sq, n) int32, and the union of the lists in blocks of side x
+    128 scores, bool (B, G, Mq, Mk), of rows that are `packed` heads of each token."""
     (batch, rows, groups, top), device = indices.shape, indices.device
     blocks = -(-columns // block_size)
     count, cols = -(-blocks // WORD), -(-columns // SIDE)
     words = torch.empty(batch, groups, rows, count, dtype=torch.int32, device=device)
     # A column more for entries that are ignored
-    listed = torch.zeros(batch, groups, -(-rows * packed // SIDE) * (cols + 1), dtype=torch.bool, device=device)
+    listed = torch.zeros(batch, groups, -(-rows * packed // side) * (cols + 1), dtype=torch.bool, device=device)
     step = max(1, CHUNK // (batch * groups * (count * WORD + 32 * top)))
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
@@ -166,11 +169,11 @@ def tables_of(
             ignored |= begins >= ends
         row = torch.arange(part.start * packed, part.stop * packed, packed, device=device)[:, None]
         # Heads of a token may be in two tiles, and a packed sequence may begin inside a block of scores
-        tiles = {0, packed - 1 if SIDE % packed else 0}
+        tiles = {*range(0, packed - 1, side), packed - 1} if side % packed else {0}
         for column in (begins,) if first is None else (begins, ends - 1):
             column = (column // SIDE).masked_fill(ignored, cols)
             for head in tiles:
-                listed.scatter_(-1, ((row + head) // SIDE * (cols + 1) + column).flatten(2), True)
+                listed.scatter_(-1, ((row + head) // side * (cols + 1) + column).flatten(2), True)
         table = torch.zeros(*index.shape[:3], count * WORD + 8, dtype=torch.uint8, device=device)
         table.scatter_(-1, index.masked_fill(ignored, count * WORD).long(), 1)
         bits = (table.view(torch.int64)[..., :-1] * GATHER >> 56) & 255

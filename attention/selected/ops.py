@@ -94,11 +94,11 @@ def selected_attention(
         (B, H, Sq, Dv) with q's dtype; with cu_seqlens (total_q, H, Dv). With return_lse=True also lse, (B, H, Sq) or
         (H, total_q) float32. A token without an unmasked key gets 0, and an lse of -inf, or its sink.
 
-    Differentiable once in q, k, v and sinks. Selection has no gradient. On sm_90 blocks of 1 to 64 tokens with head
-    dimension 64, 128 or 256 have a backward kernel that gathers them as well: indices are saved with q, k, v, out and
-    lse, and dk and dv are accumulated by atomics, in FP32. It does not serve packed sequences, sinks, a softcap, a list
-    per query head, or deterministic=True. Other calls save the memory of the membership, which is Sq * Sk / block_size
-    / 8 bytes per list (B * G lists).
+    Differentiable once in q, k, v and sinks. Selection has no gradient. Where forward gathers blocks (sm_90, see
+    explain), indices are saved with q, k, v, out and lse, and backward makes its tables of them. Unless deterministic,
+    it accumulates dq, dk and dv by FP32 atomics: blocks of 1 to 64 tokens with head dimension 64, 128 or 256, without
+    sinks and softcap, by a kernel that gathers them, too, others by block lists. These need bits of membership, Sq * Sk
+    / block_size / 8 bytes per list (B * G lists), for the time of the pass. Other calls save the bits from forward on.
 
     On a GPU the tables that kernels read are built in each call, without synchronization, so a CUDA graph replays with
     the current contents of indices: union tiles for the kernels that gather blocks (sm_90, see explain), or

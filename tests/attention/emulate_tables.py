@@ -19,12 +19,12 @@ class EmulatedTables:
         insist_on_arguments(self.facts, args)
         (make_order if isinstance(self.facts, OrderFacts) else self.make_tables)(*args)
 
-    def make_tables(self, indices, words, counts, columns, first, end, kv_blocks, n_cols, packed, shift, copies):
+    def make_tables(self, indices, words, counts, columns, first, end, kv_blocks, n_cols, packed, side, shift, copies):
         """`columns` past the counts are left as they are."""
         size = self.facts.block_size
-        true_words, listed = tables_of(indices, size, first, end, kv_blocks * size, packed)
+        true_words, listed = tables_of(indices, size, first, end, kv_blocks * size, packed, side)
         words.copy_(true_words)
-        last = (torch.arange(1, counts.shape[2] + 1) * SIDE - 1) // packed + shift
+        last = (torch.arange(1, counts.shape[2] + 1) * side - 1) // packed + shift
         listed = listed[..., :n_cols] & (torch.arange(n_cols) * SIDE <= last[:, None])
         listed = listed.repeat_interleave(copies, 1)
         counts.copy_(listed.sum(-1))

@@ -1,5 +1,6 @@
 """selected_attention against FP64: the reference, the host side of calls on a GPU, the emulator, and GPUs."""
 
+import itertools
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import selected_attention, torch_op
+from attention.backward import ranges
 from attention.masks import element_mask
 from attention.selected import blocks, reference
 from attention.selected.blocks import SelectedBlocks, mask_of
@@ -110,6 +112,7 @@ GRADIENTS = {
     "blocks of 128": ((300, 400, 128, 2), {"B": 1, "H": 2, "heads": 2, "groups": 2, "D": 128}, {}),
     "16 heads": ((70, 300, 128, 2), {"B": 2, "H": 32, "heads": 2, "groups": 2, "D": 128}, {"causal": True}),
     "16 heads, blocks of 64": ((70, 333, 64, 3), {"B": 1, "H": 16, "heads": 1, "D": 128}, {}),
+    "a list per head": ((330, 600, 128, 2), {"B": 1, "H": 4, "heads": 2, "groups": 4, "D": 128}, {"causal": True}),
     "8 heads, 192": ((70, 333, 64, 3), {"B": 1, "H": 8, "heads": 1, "D": 192}, {"causal": True}),
     "2 heads, 96": ((150, 333, 64, 3), {"B": 1, "H": 4, "heads": 2, "groups": 2, "D": 96}, {"causal": True}),
     "12 heads": ((30, 333, 128, 2), {"B": 1, "H": 12, "heads": 1, "D": 128}, {"causal": True}),
@@ -124,6 +127,11 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(machine, name):
     device, kernels, _ = machine
+    compare_gradients(device, kernels, name)
+
+
+def compare_gradients(device, kernels, name):
+    """A call of GRADIENTS against FP64, whose backward pass runs in the context kernels()."""
     sizes, options, terms = GRADIENTS[name]
     q, k, v, indices, block_size = call_of(*sizes, **options, device=device)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
@@ -134,6 +142,30 @@ def test_gradients(machine, name):
         got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     seen = seen_of(indices, block_size, q.shape[1], k.shape[2], terms.get("causal", False))
     check_gradients(got, q, k, v, seen, dout, dlse)
+
+
+IN_RANGES = "16 heads", "16 heads, blocks of 64", "a list per head", "8 heads, 192"
+
+
+@pytest.mark.parametrize("name", IN_RANGES)
+def test_gradients_in_ranges(machine, monkeypatch, name):
+    """Work items of two rows of blocks each."""
+    device, kernels, _ = machine
+    monkeypatch.setattr(ranges, "FEWEST", 2)
+    compare_gradients(device, kernels, name)
+
+
+def test_items_of_ranges():
+    """Each nonempty (KV block, range) once: range by range, head by head, the longest first."""
+    counts = torch.randint(4, (2, 1, 3, 5), dtype=torch.int32)
+    order, listed = ranges.items_of(counts, 3, 2, 4, 2)
+    found = order[: listed.item()].tolist()
+    lengths = counts.expand(2, 4, 3, 5).unflatten(1, (2, 2)).sum(2).permute(2, 0, 1, 3).flatten()
+    assert sorted(found) == lengths.nonzero().flatten().tolist()
+    sections = [number // 5 for number in found]
+    assert sections == sorted(sections)
+    same = [lengths[a] >= lengths[b] for a, b in itertools.pairwise(found) if a // 5 == b // 5]
+    assert all(same)
 
 
 def test_gradients_have_the_strides_of_q(machine):

@@ -35,17 +35,17 @@ def made(where: str, function, *args, **terms):
         return function(*args, **terms)
 
 
-def check(where, indices, block_size, columns, packed, *, causal=False, copies=1, cu=None) -> None:
+def check(where, indices, block_size, columns, packed, *, causal=False, copies=1, cu=None, side=128) -> None:
     """One call against tables_of."""
     length, groups = indices.shape[1:3]
     first, end = (None, None) if cu is None else ranges_of(*cu, (length, columns), causal)
     shift = columns - length if causal and cu is None else None
     args = indices, block_size, first, end, columns, packed
-    words, counts, listed = made(where, selected_tables, *args, shift=shift, copies=copies)
-    true_words, table = tables_of(*args)
+    words, counts, listed = made(where, selected_tables, *args, shift=shift, copies=copies, side=side)
+    true_words, table = tables_of(*args, side)
     assert torch.equal(words, true_words)
     if shift is not None:
-        last = (torch.arange(1, table.shape[2] + 1) * 128 - 1) // packed + shift
+        last = (torch.arange(1, table.shape[2] + 1) * side - 1) // packed + shift
         table = table & (torch.arange(table.shape[3]) * 128 <= last[:, None])
     table = table.repeat_interleave(copies, 1)
     assert counts.shape == table.shape[:3] == listed.shape[:3] and listed.shape[3] <= table.shape[3]
@@ -65,6 +65,9 @@ CASES = {
     "blocks of 1": ((1, 20, 1), 70, 1, 5000, 16, {}),
     "one row per token": ((1, 200, 1), 20, 4, 2400, 1, {"causal": True}),
     "one row per token, copied": ((2, 150, 2), 7, 64, 1400, 1, {"copies": 3}),
+    "blocks of 64 rows": ((1, 30, 2), 16, 128, 5000, 16, {"causal": True, "side": 64}),
+    "blocks of 64 rows, 128 per token": ((1, 3, 2), 3, 64, 570, 128, {"side": 64}),
+    "blocks of 64 rows, 12 per token": ((1, 30, 1), 9, 64, 570, 12, {"causal": True, "side": 64}),
     "128 rows per token": ((1, 3, 2), 3, 64, 570, 128, {}),
     "one entry": ((1, 9, 1), 1, 64, 100, 32, {}),
     "one block": ((1, 40, 1), 2, 128, 77, 4, {"causal": True}),

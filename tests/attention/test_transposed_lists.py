@@ -42,6 +42,16 @@ def test_lists(where, shape, density):
     assert rows_of(count, index) == rows_of(true_count, true_index)
 
 
+@WHERE
+def test_lists_of_parts(where):
+    """Parts of 30 rows, the last of 10, have the lists of these rows alone."""
+    table = torch.rand(2, 3, 70, 33) < 0.2
+    count, index = made(where, transposed_lists, *shuffled(table), 33, 30)
+    assert count.shape == (2, 9, 33) and index.shape == (2, 9, 33, 30)
+    of_parts = torch.nn.functional.pad(table, (0, 0, 0, 20)).unflatten(2, (3, 30)).flatten(1, 2)
+    assert rows_of(count, index) == rows_of(*block_lists.lists_of(of_parts.mT))
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_lists_of_a_mask(full):
     """They are those of BlockMask.transposed, of partial or of full blocks."""

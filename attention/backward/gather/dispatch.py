@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import NAMES
@@ -18,6 +17,7 @@ from ...plan import gradient_of, scalars_of, view_of
 from ...selected.blocks import SelectedBlocks
 from ...selected.gather import serves as forward_serves
 from ...selected.gather import tables
+from ..sums import convert, zero_sums
 from .config import BLOCK_SIZES, HEAD_DIMS, GatherBackwardFacts
 
 OP = "selected_attention's backward"
@@ -79,7 +79,7 @@ def backward(
     named: tuple[tuple[str, Tensor], ...] = (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout))
     operands = [_readable(plan, name, t) for name, t in named]
     dq = _readable(plan, "dq", gradients[0])
-    sums: list[Any] = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v)]
+    sums: list[Any] = [zero_sums(t) for t in (k, v)]
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
     scale = q.shape[-1] ** -0.5 if args.scale is None else args.scale
     function = function_for(facts_of(args, dlse is not None))
@@ -88,7 +88,7 @@ def backward(
     if dq.data_ptr() != gradients[0].data_ptr():
         gradients[0].copy_(dq)
     for total, gradient, factor in zip(sums, gradients[1:], (scale, 1.0), strict=True):
-        _convert(total, factor, gradient)
+        convert(total, factor, gradient)
     return gradients
 
 
@@ -96,9 +96,3 @@ def _readable(plan: CallPlan, name: str, tensor: Tensor) -> Tensor:
     """The tensor, or a view or copy whose strides the kernel supports."""
     view = view_of(plan, name, tensor)
     return tensor if view is None else view(tensor)
-
-
-def _convert(total: Tensor, factor: float, to: Tensor) -> None:
-    """Round an accumulator times `factor`; its columns have the order of gather/kernel.py."""
-    columns = total.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    torch.mul(columns, factor, out=to.unflatten(-1, (-1, 2, 4, 2)))

@@ -8,10 +8,7 @@ tile of 64 keys:
     all consumers -> wait dQ, release K -> dV = P' dO, dK = dS' Q, each added to FP32 accumulators in memory
 
 dQ stays in registers. dV and dK are computed for 64 columns at a time, so that those of one WGMMA are added to memory
-while the next one runs. The additions are atomic, so dK and dV are nondeterministic.
-
-Within 16 columns of an accumulator's row, columns 8 j + 2 l + c are at 4 l + 2 j + c: a thread's four values are
-adjacent, and one instruction adds them.
+while the next one runs. The additions are atomic, so dK and dV are nondeterministic; sums.py has the order of columns.
 """
 
 from dataclasses import dataclass

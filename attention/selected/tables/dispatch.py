@@ -29,15 +29,15 @@ class Tables(NamedTuple):
     columns: Tensor
 
 
-def supports(indices: Tensor, columns: int, packed: int) -> bool:
+def supports(indices: Tensor, columns: int, packed: int, side: int = SIDE) -> bool:
     """True if the kernel makes the tables of these lists, of sequences with this many columns."""
     batch, length, groups, _ = indices.shape
-    return columns <= MOST_COLUMNS and batch * groups * -(-length * packed // SIDE) <= MOST_CTAS
+    return columns <= MOST_COLUMNS and batch * groups * -(-length * packed // side) <= MOST_CTAS
 
 
 def selected_tables(
     indices: Tensor, block_size: int, first: Tensor | None, end: Tensor | None, columns: int, packed: int, *,
-    shift: int | None, copies: int,
+    shift: int | None, copies: int, side: int = SIDE,
 ) -> Tables:  # fmt: skip
     """The tables of lists (B, Sq, G, top) int32 on a GPU, of rows that are `packed` heads of each token.
 
@@ -46,11 +46,12 @@ def selected_tables(
     first, end: (Sq,) int32, the columns of each token's sequence; None: column 0 to `columns`.
     shift: token i attends to keys up to i + shift; None: to all.
     copies: number of heads that get a list each; 1 if the lists are broadcast.
+    side: rows of a row of blocks of scores; these have 128 columns.
     """
     batch, length, groups, top = indices.shape
-    kv_blocks, cols, rows = -(-columns // block_size), -(-columns // SIDE), -(-length * packed // SIDE)
+    kv_blocks, cols, rows = -(-columns // block_size), -(-columns // SIDE), -(-length * packed // side)
     per_entry = 1 if first is None or block_size == 1 else 2
-    width = min(cols, tokens_of(packed) * top * per_entry)
+    width = min(cols, tokens_of(packed, side) * top * per_entry)
     facts = facts_for(device_arch(indices.get_device())[0].target, block_size, kv_blocks, top, first is not None)
     lists = indices if indices.stride(3) == 1 else indices.contiguous()
     shapes = (groups, length, -(-kv_blocks // WORD)), (groups * copies, rows), (groups * copies, rows, width)
@@ -60,7 +61,7 @@ def selected_tables(
         counts.zero_()
     last = FAR if shift is None else shift
     families.function_for(facts)(
-        lists, words, counts, listed, first, end, kv_blocks, cols, packed, last, copies
+        lists, words, counts, listed, first, end, kv_blocks, cols, packed, side, last, copies
     )  # fmt: skip
     return Tables(words, counts, listed)
 

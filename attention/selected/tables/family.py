@@ -26,7 +26,7 @@ class SelectedTables(Family):
             return counts, table, *(Int32(1) for _ in range(4)), fake_stream()
         tensors = (fake_tensor("int32", n, n - 1, 1) for n in (4, 4, 3, 4))
         ranges = (fake_tensor("int32", 1, 0, 1) if facts.ranges else None for _ in range(2))
-        return *tensors, *ranges, *(Int32(1) for _ in range(5)), fake_stream()
+        return *tensors, *ranges, *(Int32(1) for _ in range(6)), fake_stream()
 
     def catalogue(self, arch: str, quick: bool = False) -> list[TableFacts | OrderFacts]:
         """Lists of the models at 131,072 keys, each block size and each option."""

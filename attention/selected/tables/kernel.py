@@ -1,6 +1,6 @@
 """Kernels that make the tables of selected blocks (dispatch.py).
 
-MakeTables: a CTA for each list and row of blocks of scores, 128 rows of tokens * heads.
+MakeTables: a CTA for each list and row of blocks of scores, `side` rows of tokens * heads.
 
     1  a warp sets the bits of a token's blocks in shared memory, `chunk` words at a time
     2  it copies these words to memory, zeros as well, and sets the columns of blocks of scores that they belong to
@@ -45,13 +45,14 @@ class MakeTables:
         kv_blocks: Int32,  # KV blocks of a sequence
         n_cols: Int32,  # columns of blocks of scores, Mk
         packed: Int32,  # rows of a token
+        side: Int32,  # rows of a row of blocks
         shift: Int32,  # token i attends to keys up to i + shift
         copies: Int32,  # heads that get a list each
         stream: cuda.CUstream,
     ):
         tiles = indices.shape[0] * indices.shape[2] * counts.shape[2]
         self.kernel(
-            indices, words, counts, columns, first, end, kv_blocks, n_cols, packed, shift, copies
+            indices, words, counts, columns, first, end, kv_blocks, n_cols, packed, side, shift, copies
         ).launch(grid=(tiles, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -66,6 +67,7 @@ class MakeTables:
         kv_blocks: Int32,
         n_cols: Int32,
         packed: Int32,
+        side: Int32,
         shift: Int32,
         copies: Int32,
     ):
@@ -82,8 +84,8 @@ class MakeTables:
         b, g = group // groups, group % groups
         lists = indices[b, None, g, None]  # (Sq, top)
         n = words.shape[3]
-        first_token = tile * SIDE // packed
-        last_token = cutlass.min((tile * SIDE + (SIDE - 1)) // packed, length - 1)
+        first_token = tile * side // packed
+        last_token = cutlass.min((tile * side + (side - 1)) // packed, length - 1)
 
         for i in cutlass.range(lane, cutlass.min(n, facts.chunk), 32, unroll=1):
             sWarp[i] = Int32(0)
@@ -91,7 +93,7 @@ class MakeTables:
             sCols[i] = Int32(0)
         cute.arch.sync_threads()
         for token in cutlass.range(first_token + warp, last_token + 1, WARPS, unroll=1):
-            own = token * packed >= tile * SIDE  # else the tile before writes the words
+            own = token * packed >= tile * side  # else the tile before writes the words
             low, high = Int32(0), Int32(0)
             if const_expr(facts.ranges):
                 low, high = Int32(first[token]), Int32(end[token])
@@ -103,7 +105,7 @@ class MakeTables:
                 cute.arch.sync_warp()
         cute.arch.sync_threads()
         if warp == 0:
-            last = (tile * SIDE + (SIDE - 1)) // packed + shift
+            last = (tile * side + (side - 1)) // packed + shift
             limit = Int32(0)
             if last >= 0:
                 limit = cutlass.min(last // SIDE + 1, n_cols)

@@ -76,6 +76,6 @@ def facts_for(arch: str, block_size: int, kv_blocks: int, top: int) -> UnionFact
     return UnionFacts(arch, block_size, bitmap, lanes, batch)
 
 
-def tokens_of(packed: int) -> int:
-    """The most tokens that a tile has rows of, `packed` rows each."""
-    return (SIDE - 1 + packed - gcd(SIDE, packed)) // packed + 1
+def tokens_of(packed: int, side: int = SIDE) -> int:
+    """The most tokens that a tile of `side` rows has rows of, `packed` rows each."""
+    return (side - 1 + packed - gcd(side, packed)) // packed + 1
