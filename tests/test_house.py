@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -233,6 +235,14 @@ def test_mypy_excludes_kernel_files_alone():
     for path in excluded:
         roots = {name for node in files()[path].body for name in names_imported(node)}
         assert roots & {"cuda", "cutlass"} or imports()[module_of(path)] & kernels, path
+
+
+def test_what_plans_a_call_does_not_import_the_dsl():
+    """Kernels from a bundle then run without the second that CuTe DSL's import takes."""
+    found = sorted(module_of(path) for path in files() if re.fullmatch(r"dispatch|gradients|torch_op|ops", path.stem))
+    code = f"import sys, {', '.join(found)}; print([name for name in sys.modules if name.startswith('cutlass')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert len(found) > 20 and done.stdout.strip() == "[]"
 
 
 def names_imported(node: ast.stmt) -> list[str]:

@@ -106,7 +106,7 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:
         configs += tiles[dim].variants(facts.deterministic)
-    if facts.grad_dtype and dim == 128:  # with several dQ buffers they spill
+    if (facts.grad_dtype or facts.members) and dim == 128:  # with several dQ buffers they spill
         configs = [config for config in configs if getattr(config, "sums", 1) == 1]
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80

@@ -10,9 +10,10 @@ from cutlass.cutlass_dsl import select_
 
 from ..forward.heuristics import L2_BYTES
 from ..forward.problem import one_item
-from .config import FP32, BackwardFacts
+from .config import BackwardFacts
 from .q_tiles import BlockRows, WindowRows
-from .row_tiles import DenseRows, PackedRows, interleaved, tiles_of_a_head
+from .row_tiles import DenseRows, PackedRows, interleaved
+from .sizes import bytes_of_a_row, tiles_of_a_head
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,6 @@ class Problem:
     scheduler: KvScheduler
     seqlens: Any  # row_tiles.DenseRows or PackedRows
     source: Any  # q_tiles.WindowRows or BlockRows
-
-
-def bytes_of_a_row(facts: BackwardFacts) -> int:
-    """Bytes per row of Q, dO and dq_accum, which all KV tiles of a head access."""
-    return (facts.head_dim + facts.head_dim_v) * facts.element.width + facts.head_dim * FP32
 
 
 def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):

@@ -1,27 +1,39 @@
-"""Ranges of query rows, for masks of selected blocks: the lists of a KV block in parts, one for each range.
+"""Ranges of query rows: the lists of a KV block in parts, one for each range, and a work item for each part.
 
-A KV block that nearly all tokens select, as the first one often is, has more query tiles than a CTA processes in the
-time of the whole pass. With a work item for each (KV tile, range) it is shared by many CTAs, and items of one range
-follow each other, so that Q, dO and dq_accum of its rows stay in L2. dK and dV of an item are added to FP32
-accumulators.
+A block that nearly all tokens select, as the first one often is, has more query tiles than a CTA processes in the time
+of the whole pass; as items it is shared by many CTAs. Items of one range follow each other, so that Q, dO and dq_accum
+of its rows stay in L2. dK and dV of an item are added to FP32 accumulators.
 """
 
 import torch
 from torch import Tensor
 
 from .config import BackwardFacts
-from .problem import bytes_of_a_row
+from .sizes import bytes_of_a_row
 
-BYTES = 2**23  # of Q, dO and dq_accum of a range
+# Of masks of selected blocks, whose lists are as short or as long as it happens
+SELECTED_BYTES = 2**23  # of Q, dO and dq_accum of a range
 SHARE = 64  # of all query tiles of a mask, those of the longest item are one in so many
 FEWEST = 16  # rows of blocks of a range
+# Of masks with equally many blocks a row, which have ranges for the sake of L2 alone
+MOST_BYTES = 2**25
+ENTRIES = 12  # fewest rows of blocks of an item, on average
 LAST = 2**31 - 1
 
 
-def rows_of_a_range(facts: BackwardFacts, block_q: int, rows: int, heads: int, heads_kv: int) -> int:
-    """Rows of blocks of a range, of a mask with `rows` rows of blocks in each of `heads` heads (of all batches)."""
-    in_l2 = BYTES // (bytes_of_a_row(facts) * block_q * (heads // heads_kv))
-    return max(min(in_l2, rows * heads // SHARE), FEWEST)
+def rows_of_a_range(facts: BackwardFacts, rows: int, width: int, heads: int, heads_kv: int) -> int:
+    """Rows of blocks of a range, of a mask with `rows` rows of blocks in each of `heads` heads (of all batches); all of
+    them if ranges do not pay.
+
+    width: mean length of the lists of KV blocks. It does not matter for masks of selected blocks.
+    """
+    kind = facts.blocks
+    assert kind is not None
+    bytes_of_a_block = bytes_of_a_row(facts) * kind.block_q * (heads // heads_kv)
+    if facts.members is not None:
+        return max(min(SELECTED_BYTES // bytes_of_a_block, rows * heads // SHARE), FEWEST)
+    ranges = -(-rows * bytes_of_a_block // MOST_BYTES)
+    return rows if ranges <= 2 or width < ENTRIES * ranges else -(-rows // ranges)
 
 
 def items_of(counts: Tensor, length: int, batch: int, heads: int, heads_kv: int) -> tuple[Tensor, Tensor]:

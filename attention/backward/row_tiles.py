@@ -18,16 +18,6 @@ from cutlass.cutlass_dsl import select_
 from ..seqlen import SeqlenInfo
 
 
-def tiles_of_a_head(rows: int, tile: int, sequences: int | None = None, block: int | None = None):
-    """Maximum number of tiles per head, for `rows` rows in total, optionally in `sequences` packed sequences.
-
-    block: block_q of a block mask. Its last block is processed as a whole, including tiles past the last row.
-    """
-    if block is not None:
-        return (rows + block - 1) // block * (block // tile)
-    return (rows + tile - 1) // tile if sequences is None else rows // tile + sequences + 1
-
-
 def interleaved(tensor: cute.Tensor, packed: int) -> cute.Tensor:
     """(B, H / packed, (packed, S), D) of (B, H, S, D): row r is of token r // packed and head r % packed. The tensor
     itself for packed of 1."""

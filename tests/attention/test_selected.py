@@ -1,6 +1,5 @@
 """selected_attention against FP64: the reference, the host side of calls on a GPU, the emulator, and GPUs."""
 
-import itertools
 import shutil
 
 import pytest
@@ -153,19 +152,6 @@ def test_gradients_in_ranges(machine, monkeypatch, name):
     device, kernels, _ = machine
     monkeypatch.setattr(ranges, "FEWEST", 2)
     compare_gradients(device, kernels, name)
-
-
-def test_items_of_ranges():
-    """Each nonempty (KV block, range) once: range by range, head by head, the longest first."""
-    counts = torch.randint(4, (2, 1, 3, 5), dtype=torch.int32)
-    order, listed = ranges.items_of(counts, 3, 2, 4, 2)
-    found = order[: listed.item()].tolist()
-    lengths = counts.expand(2, 4, 3, 5).unflatten(1, (2, 2)).sum(2).permute(2, 0, 1, 3).flatten()
-    assert sorted(found) == lengths.nonzero().flatten().tolist()
-    sections = [number // 5 for number in found]
-    assert sections == sorted(sections)
-    same = [lengths[a] >= lengths[b] for a, b in itertools.pairwise(found) if a // 5 == b // 5]
-    assert all(same)
 
 
 def test_gradients_have_the_strides_of_q(machine):
