@@ -31,7 +31,7 @@ from ..selected.unions.config import SIDE
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
-from .ranges import items_of, rows_of_a_range
+from .ranges import MOST_L2, items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
 
@@ -284,6 +284,8 @@ def in_ranges(facts: BackwardFacts, args: AttentionArgs) -> bool:
     if facts.members is not None:
         return True
     if kind.mask is not None or facts.score is not None or facts.softcap:  # no kernel of the catalogue
+        return False
+    if args.q.is_cuda and torch.cuda.get_device_properties(args.q.device).L2_cache_size > MOST_L2:
         return False
     return part_of(mask, rows_of(args.q, 1), args.k.shape[1], facts) < mask.n_block_rows
 

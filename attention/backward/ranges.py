@@ -15,8 +15,10 @@ from .sizes import bytes_of_a_row
 SELECTED_BYTES = 2**23  # of Q, dO and dq_accum of a range
 SHARE = 64  # of all query tiles of a mask, those of the longest item are one in so many
 FEWEST = 16  # rows of blocks of a range
-# Of masks with equally many blocks a row, which have ranges for the sake of L2 alone
+# Of masks with equally many blocks a row, which have ranges for the sake of L2 alone: measured on an H100, whose L2 has
+# 50 MB. On an H200 (60 MB, and faster memory) they cost 20 %.
 MOST_BYTES = 2**25
+MOST_L2 = 55 * 2**20
 ENTRIES = 12  # fewest rows of blocks of an item, on average
 LAST = 2**31 - 1
 
