@@ -5,6 +5,9 @@ import sys
 import types
 
 import pytest
+import torch
+
+from attention.selected import reference
 
 from .. import gpu_record, host_emulation, sanitize_cases
 
@@ -144,11 +147,23 @@ def test_a_hang_ends_with_what_it_started():
     assert gpu_record.run([sys.executable, "-c", code], 2) == ("timed out", "begun\n")
 
 
+def gathered_gradients(args, out, lse, dout, dlse):
+    """Torch in the place of the kernel of backward with gathered KV tiles."""
+    q, k, v = (t.detach().double().requires_grad_() for t in args[:3])
+    mask, with_lse = args.block_mask, dlse is not None
+    terms = {"causal": mask.causal, "scale": args.scale}
+    with torch.enable_grad():
+        results = reference.selected_attention(q, k, v, mask.indices, mask.block_size, **terms)[: 1 + with_lse]
+    given = (dout.double(), dlse.double()) if with_lse else (dout.double(),)
+    return tuple(t.to(args.q.dtype) for t in torch.autograd.grad(results, (q, k, v), given))
+
+
 def test_the_cases_are_right(monkeypatch, capsys):
     """The sanitizer's cases with torch in the kernels' place, on the CPU."""
     host_emulation.install(monkeypatch)
     monkeypatch.setattr(sanitize_cases, "DEVICE", "cpu")
-    monkeypatch.setattr("attention.gradients.has_kernel", lambda q: False)  # nothing stands in for backward's kernels
+    monkeypatch.setattr("attention.gradients.has_kernel", lambda q: False)  # nothing stands in for other kernels
+    monkeypatch.setattr("attention.backward.gather.dispatch.backward", gathered_gradients)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
