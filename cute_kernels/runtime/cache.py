@@ -11,6 +11,7 @@ from an exported object, even right after compilation, so that the first run and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from .bundle import Bundle, BundleError, installed_bundles, write_bundle
 from .compile import Built, build_object, load_bytes, load_object
 from .device import assumed
 from .disk_store import LOG, CorruptEntry, Store, warn_of_no_disk
+from .linked import linked_if_possible
 from .trust import UntrustedFolder, insist_on_trust
 
 __all__ = [
@@ -236,7 +238,12 @@ class KernelCache:
         another process may be writing it."""
         try:
             sidecar = store.find(key)
-            return None if sidecar is None else self._load(key, store.path(key), sidecar, "disk_hits")
+            if sidecar is None:
+                return None
+            if (library := store.library(key, sidecar)) is not None:
+                with contextlib.suppress(Exception):  # the file system may forbid it: the object needs no such right
+                    return self._load(key, library, sidecar, "disk_hits")
+            return self._load(key, store.path(key), sidecar, "disk_hits")
         except Exception as error:  # any error of the linker on a damaged file
             if locked:
                 kind = "corrupt" if isinstance(error, CorruptEntry) else "unusable"
@@ -263,7 +270,7 @@ class KernelCache:
             "host": keys.host_cpu(),
             "metadata": metadata,
         }
-        store.save(key, data, sidecar)
+        store.save(key, data, sidecar, linked_if_possible)
         self._metadata[key] = metadata
         return load_bytes(data, keys.function_name(key))
 

@@ -1,4 +1,5 @@
-"""A folder of compiled kernels that several processes may share: `<key>.o` and its sidecar `<key>.json`.
+"""A folder of compiled kernels that several processes may share: `<key>.o` and its sidecar `<key>.json`, and with a C
+compiler `<key>.so`, which is loaded without CuTe DSL.
 
 An entry exists once its sidecar does, which is written last; files are written atomically, by renaming. An entry that
 does not match its checksum is compiled again. A folder that cannot be written only logs a warning.
@@ -12,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +89,27 @@ class Store:
             raise CorruptEntry(f"{type(error).__name__}: {error}") from error
         return sidecar
 
-    def save(self, key: str, data: bytes, sidecar: Mapping[str, Any]) -> bool:
-        """Save an entry; returns False if that fails, and then disables saving."""
+    def library(self, key: str, sidecar: Mapping[str, Any]) -> Path | None:
+        """The shared library of an entry that `find` has found; None if it has none, or a damaged one."""
+        path = self.path(key).with_suffix(".so")
+        try:
+            return path if sha256(path.read_bytes()) == sidecar.get("library_sha256") else None
+        except OSError:
+            return None
+
+    def save(
+        self, key: str, data: bytes, sidecar: Mapping[str, Any], link: Callable[[bytes], bytes | None] | None = None
+    ) -> bool:
+        """Save an entry; returns False if that fails, and then disables saving. link: makes a shared library of it."""
         if not self._writable:
             return False
         path = self.path(key)
         sidecar = {"key": key, "sha256": sha256(data), "size": len(data), **sidecar}
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if link is not None and (library := link(data)) is not None:
+                write_atomically(path.with_suffix(".so"), library)
+                sidecar["library_sha256"] = sha256(library)
             write_atomically(path, data)
             write_atomically(path.with_suffix(".json"), json.dumps(sidecar, indent=1).encode())
         except OSError as error:
@@ -106,7 +120,7 @@ class Store:
     def remove(self, key: str) -> None:
         """Remove an entry, if the folder's permissions allow it."""
         path = self.path(key)
-        for file in (path.with_suffix(".json"), path):
+        for file in (path.with_suffix(".json"), path, path.with_suffix(".so")):
             with contextlib.suppress(OSError):
                 file.unlink()
 

@@ -1,4 +1,4 @@
-"""Kernels as shared libraries: linked where a bundle is made, and loaded without importing CuTe DSL.
+"""Kernels as shared libraries: linked for a bundle or the disk cache, and loaded without importing CuTe DSL.
 
 Loading an object file takes the linker in CuTe DSL's extension module, whose import takes 0.5 to 2 s. TVM-FFI loads a
 shared library by itself. Such a library needs two others: TVM-FFI's, and the runtime of CuTe DSL, which is no Python
@@ -76,6 +76,15 @@ def link(data: bytes) -> bytes:
                 f"{COMPILER_VARIABLE} to a C compiler, or to an empty string for a bundle of object files"
             )
         return library.read_bytes()
+
+
+def linked_if_possible(data: bytes) -> bytes | None:
+    """The shared library of an object file; None without a C compiler, or if linking fails."""
+    try:
+        library = link(data)
+    except (RuntimeError, OSError):
+        return None
+    return library if suffix_of(library) == ".so" else None
 
 
 def suffix_of(data: bytes) -> str:

@@ -46,7 +46,7 @@ def test_the_sidecar_tells_what_the_object_is(tmp_path, build):
     assert "tile=128" in sidecar.pop("facts")
     expected = {"arch": "sm_90a", "size": path.stat().st_size, "versions": dict(keys.versions())}
     assert sidecar | expected | {"metadata": {"tile": 128}} == sidecar
-    assert {file.suffix for file in path.parent.iterdir()} <= {".o", ".json", ".lock"}, "a file was left over"
+    assert {file.suffix for file in path.parent.iterdir()} <= {".o", ".so", ".json", ".lock"}, "a file was left over"
 
 
 def test_the_directory_comes_from_the_environment(tmp_path, build, monkeypatch):
@@ -109,7 +109,8 @@ def truncate_sidecar(path):
 
 
 def claim_a_broken_object(path):
-    """A checksum that fits an object that the linker will not take."""
+    """A checksum that fits an object that the linker will not take, and no library."""
+    path.with_suffix(".so").unlink(missing_ok=True)
     sidecar = json.loads(path.with_suffix(".json").read_text())
     truncate(path)
     path.with_suffix(".json").write_text(json.dumps(sidecar | {"sha256": sha256(path.read_bytes())}))

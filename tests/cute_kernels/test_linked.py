@@ -17,7 +17,15 @@ from cute_kernels.runtime.disk_store import sha256
 from cute_kernels.runtime.families import compile_kernel
 
 from . import tiny_kernels
-from .cache_fixtures import Facts, build_fixture, environment_fixture, is_function, kernels  # noqa: F401
+from .cache_fixtures import (  # noqa: F401
+    Facts,
+    build_fixture,
+    corrupt,
+    environment_fixture,
+    is_function,
+    kernels,
+    truncate,
+)  # fmt: skip
 
 needs_linker = pytest.mark.skipif(not linked.compiler(), reason="no C compiler")
 RUN = "import sys; sys.modules['cutlass'] = None  # importing it raises ModuleNotFoundError\n"
@@ -85,6 +93,43 @@ def test_the_first_call_of_gemm_needs_no_dsl(tmp_path, monkeypatch):
     write_bundle(tmp_path / "bundle", [(facts, lambda: compile_kernel(facts))])
     monkeypatch.setenv("CUTE_KERNELS_BUNDLE", str(tmp_path / "bundle"))
     assert without_dsl(FIRST_CALL) == "Function 1"
+
+
+@needs_linker
+def test_a_cached_kernel_needs_no_dsl(tmp_path, build, monkeypatch):
+    """In the process after the one that compiled it."""
+    a = torch.zeros(256, 256, dtype=torch.bfloat16)
+    facts = explain(gemm, a, a, arch="sm_90").facts
+    KernelCache(tmp_path).get(facts, lambda: compile_kernel(facts))
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    assert without_dsl(FIRST_CALL.replace("bundle_hits", "disk_hits")) == "Function 1"
+
+
+@needs_linker
+@pytest.mark.parametrize("damage", [corrupt, truncate, Path.unlink, "not loadable"])
+def test_without_its_library_a_cached_kernel_is_an_object(tmp_path, build, caplog, damage):
+    KernelCache(tmp_path).get(Facts(), build(Facts()))
+    [library] = tmp_path.glob("*/*.so")
+    if damage == "not loadable":
+        library.write_bytes(b"no library")
+        sidecar = library.with_suffix(".json")
+        sidecar.write_text(
+            json.dumps(json.loads(sidecar.read_text()) | {"library_sha256": sha256(library.read_bytes())})
+        )
+    else:
+        damage(library)
+    later = KernelCache(tmp_path)
+    assert is_function(later.get(Facts(), build(Facts())))
+    assert later.stats().disk_hits == 1 and len(build.built) == 1 and not caplog.text
+
+
+@pytest.mark.parametrize("command", ["", "false"], ids=["no compiler", "a compiler that fails"])
+def test_the_cache_has_objects_without_a_compiler(tmp_path, build, monkeypatch, command):
+    monkeypatch.setenv(linked.COMPILER_VARIABLE, command)
+    KernelCache(tmp_path).get(Facts(), build(Facts()))
+    assert not list(tmp_path.glob("*/*.so"))
+    later = KernelCache(tmp_path)
+    assert is_function(later.get(Facts(), build(Facts()))) and later.stats().disk_hits == 1
 
 
 ON_GPU = """
