@@ -1,7 +1,8 @@
 """Autograd of attention: eager calls whose q, k, v or sinks require a gradient.
 
-Saved are q, k, v, the output, each row's LSE and the tensors of the mask (saved_mask.py), nothing quadratic; backward
-computes the scores again. CPU tensors run the torch reference of the same formulas.
+Saved are q, k, v, the output, each row's LSE and the tensors of the mask (masks/saved_mask.py) or its lists
+(selected/saved.py), nothing quadratic; backward computes the scores again. CPU tensors run the torch reference of the
+same formulas.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from .plan import gradient_of, has_kernel
 from .selected.blocks import SelectedBlocks, mask_of
 from .selected.gather import serves
 from .selected.rows import as_heads, as_rows
+from .selected.saved import saved_lists
 
 
 class Attention(torch.autograd.Function):
@@ -36,19 +38,18 @@ class Attention(torch.autograd.Function):
         of_mask: Sequence[Tensor] = ()
         selected = type(args.block_mask) is SelectedBlocks
         packed = args.block_mask.packed if selected else 1
-        # Backward then makes its own tables. Autograd does not save tensors of inference mode.
-        lists = selected and serves(args) and not args.block_mask.indices.is_inference()
-        if args.block_mask is not None and not lists:
+        saves_lists = selected and serves(args)  # backward makes its own tables of them
+        if args.block_mask is not None and not saves_lists:
             mask = as_block_mask(q, k, args.block_mask)  # as it is now: backward uses these tables
-        if mask is None or (selected and serves(args)):
+        if mask is None:
             out, lse = dispatch.attention(args.with_lse())
         else:
             rows = q if packed == 1 else as_rows(q, packed)
             out, lse = dispatch.attention(args._replace(q=rows, block_mask=mask).with_lse())
             if packed > 1:
                 out, lse = as_heads(out, packed), as_heads(lse, packed)
-        if lists:
-            mask, of_mask = gathered_backward.SavedLists.of(args.block_mask)
+        if saves_lists:
+            mask, of_mask = saved_lists(args.block_mask)
         elif mask is not None:
             mask, of_mask = saved_mask(mask, args.causal, has_kernel(q))
         ctx.save_for_backward(q, k, v, out, lse, args.cu_seqlens_q, args.cu_seqlens_k, sinks, *of_mask, *captured)

@@ -103,7 +103,8 @@ def attention(
             a CUDA graph.
         sinks: (H,) float32, bfloat16 or float16: a logit per head that is added to the softmax's sum, and so to lse,
             without a value, as in gpt-oss. The lse of a fully masked row is its sink.
-        deterministic: True for a gradient of q that is bitwise identical on every run; all other results always are.
+        deterministic: True for a gradient of q that is bitwise identical on every run; all other results always are,
+            but for what score_mod captures.
             None follows torch.use_deterministic_algorithms.
         score_mod: (score, b, h, q, kv) -> score, as in FlexAttention, on scaled scores in FP32 before masks. Positions
             are int32 and count from 0 in q and k, or in a packed sequence, whose number is b. Torch traces the

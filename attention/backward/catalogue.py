@@ -51,9 +51,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 yield pick(replace(plain, score=SCORES["bias"], window=WindowKind(right=True)))
                 yield pick(replace(scored, window=WindowKind(right=True), packed=True))
                 yield pick(replace(scored, score=SCORES["bias"].kept_inside, packed=True))
-                for ranges in (False, True) if path == "sm_90" else (False,):
-                    plain = replace(plain, ranges=ranges)
-                    yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
+                yield from (pick(replace(plain, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
         yield pick(BackwardFacts(spec.target, path, None, "float16", 192, 128))
     if spec.path == "sm_90":
         yield from selected_kernels(spec)

@@ -1,4 +1,4 @@
-"""Eager execution of attention's backward: a plan and three kernel launches.
+"""Eager execution of attention's backward: a plan and three kernel launches, and with ranges.py torch operations.
 
 A call whose metadata is in the plan cache costs a lookup and the launches.
 """
@@ -31,13 +31,13 @@ from ..selected.unions.config import SIDE
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
-from .ranges import MOST_L2, items_of, rows_of_a_range
+from .ranges import items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
 
 OP = "attention's backward"
-UNIT = 64  # rows of the kernels' steps at head dimension 128
-MOST_BYTES = 2**30  # of transposed lists in blocks of UNIT rows
+STEP = 64  # rows of the kernels' steps at head dimension 128
+MOST_LIST_BYTES = 2**30  # of transposed lists in blocks of STEP rows
 PIECE = 32  # fewest rows of Q that a TMA copy has
 OFFSETS = 5  # index of (q_offset, k_offset) in BackwardPlan.scalars
 _PLANS: PlanCache["BackwardPlan"] = PlanCache(operands=3)
@@ -92,13 +92,9 @@ def backward(
     offsets = None
     if args.q_offset is not None or args.k_offset is not None:
         offsets = check_offsets(args.op, args.q_offset, args.k_offset, q.shape[2], k.shape[2])
-    kind, reads, listed = None, (), None
+    kind, reads = None, ()
     if mask is not None:
-        if args.causal:
-            mask = with_causal(mask)
-            args = args._replace(block_mask=mask)
-        columns = one_list_of(mask)
-        listed = None if columns is None else columns.shape  # on which ranges depend
+        mask = with_causal(mask) if args.causal else mask
         element, reads = element_of(mask, q.shape[0], q.shape[1] // packed_heads, offsets)
         kind = BlockKind(mask.blocksize[0], mask.blocksize[1], element)
     packed, mod = args.packed, None
@@ -111,7 +107,7 @@ def backward(
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
     values: Any = args[VALUES]
-    key = values, kind, listed, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
+    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
@@ -191,7 +187,7 @@ def plan_backward(
         **score_and_mask,
     )
     facts = pick(facts)
-    if in_ranges(facts, args):
+    if in_ranges(facts, args.block_mask):
         facts = pick(replace(facts, ranges=True))
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
@@ -243,10 +239,10 @@ def side_of(args: AttentionArgs) -> int:
     The fewer tokens share a list, the shorter it is: at a similarity of 0.9, 4 tokens have 7 % fewer blocks than 8.
     """
     mask, q, v = args.block_mask, args.q, args.v
-    divides = UNIT % mask.packed == 0 or mask.packed % UNIT == 0
-    rows, blocks = q.shape[:-1].numel() // UNIT, -(-args.k.shape[-2] // SIDE)
-    small = 4 * rows * blocks < MOST_BYTES
-    return UNIT if small and divides and max(q.shape[-1], v.shape[-1]) == 128 else SIDE
+    divides = STEP % mask.packed == 0 or mask.packed % STEP == 0
+    rows, blocks = q.shape[:-1].numel() // STEP, -(-args.k.shape[-2] // SIDE)
+    small = 4 * rows * blocks < MOST_LIST_BYTES
+    return STEP if small and divides and max(q.shape[-1], v.shape[-1]) == 128 else SIDE
 
 
 def rows_of(q: Tensor, packed_heads: int) -> tuple[int, int, int]:
@@ -272,66 +268,36 @@ def lists_of(mask) -> tuple:
 
 def _transposed(mask) -> tuple:
     """mask.transposed(); by kernels if its blocks are of one kind, as those of a mask that is new in each call are."""
-    return transposed_in_parts(mask) if transposable(mask) else mask.transposed()
-
-
-def in_ranges(facts: BackwardFacts, args: AttentionArgs) -> bool:
-    """True if KV tiles are processed in ranges of query rows (ranges.py)."""
-    plain = facts.path == "sm_90" and not (facts.deterministic or facts.grad_dtype)
-    mask, kind = args.block_mask, facts.blocks
-    if not plain or kind is None or not transposable(mask):
-        return False
-    if facts.members is not None:
-        return True
-    if kind.mask is not None or facts.score is not None or facts.softcap:  # no kernel of the catalogue
-        return False
-    if args.q.is_cuda and torch.cuda.get_device_properties(args.q.device).L2_cache_size > MOST_L2:
-        return False
-    return part_of(mask, rows_of(args.q, 1), args.k.shape[1], facts) < mask.n_block_rows
-
-
-def part_of(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> int:
-    """Rows of blocks of a range. shape: rows_of(q)."""
-    (batch, heads, _), listed = shape, one_list_of(mask)
-    width = 0 if listed is None else mask.n_block_rows * listed.shape[-1] // mask.n_block_cols
-    return rows_of_a_range(facts, mask.n_block_rows, width, batch * heads, batch * heads_kv)
-
-
-def transposable(mask) -> bool:
-    """True if transposed.dispatch transposes the lists of a BlockMask."""
-    indices = one_list_of(mask)
-    if indices is None or not planning.has_kernel(indices):
-        return False
-    return transposed.supports(indices, mask.n_block_cols)
-
-
-def one_list_of(mask) -> Tensor | None:
-    """The columns of a mask's blocks if they are known to be of one kind; else None."""
-    if not (mask.equal_rows or mask.by_row):
-        return None
-    return mask.kv_indices if mask.kv_indices.shape[-1] else mask.full_kv_indices
-
-
-def transposed_in_parts(mask, part: int | None = None) -> tuple:
-    """The transposed lists of a mask that is `transposable`, of `part` rows of blocks each or of all."""
     counts, indices, full_counts, full_indices = mask.lists()
     of_full = indices.shape[-1] == 0
     if of_full:
         counts, indices = full_counts, full_indices
-    lists = transposed.transposed_lists(counts, indices, mask.n_block_cols, part)
+    changes = mask.equal_rows or mask.by_row
+    if not (changes and planning.has_kernel(indices) and transposed.supports(indices, mask.n_block_cols)):
+        return mask.transposed()
+    lists = transposed.transposed_lists(counts, indices, mask.n_block_cols)
     none = equal_counts(lists[1])[1], lists[1]  # entries are not read
     return (*none, *lists) if of_full else (*lists, *none)
 
 
+def in_ranges(facts: BackwardFacts, mask) -> bool:
+    """True if KV tiles are processed in ranges of query rows (ranges.py)."""
+    if facts.members is None or facts.path != "sm_90" or facts.deterministic or facts.grad_dtype:
+        return False
+    return planning.has_kernel(mask.kv_indices) and transposed.supports(mask.kv_indices, mask.n_block_cols)
+
+
 def ranges_of(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> tuple:
-    """The transposed lists of a mask by ranges of query rows, and the order and number of work items (ranges.py),
-    cached. shape: rows_of(q)."""
-    (batch, heads, _), part = shape, part_of(mask, shape, heads_kv, facts)
+    """The transposed lists of a mask of selected blocks by ranges of query rows, and the order and number of work items
+    (ranges.py), cached. shape: rows_of(q)."""
+    batch, heads, _ = shape
+    part = rows_of_a_range(facts, mask.blocksize[0], mask.n_block_rows, batch * heads, batch * heads_kv)
 
     def make() -> tuple:
-        lists = transposed_in_parts(mask, part)
-        counts = (lists[0] + lists[2]).unflatten(1, (-1, -(-mask.n_block_rows // part)))
-        return *lists, *items_of(counts, part, batch, heads, heads_kv)
+        counts, columns, *_ = mask.lists()  # all blocks are partial
+        counts, rows = transposed.transposed_lists(counts, columns, mask.n_block_cols, part)
+        of_ranges = counts.unflatten(1, (-1, -(-mask.n_block_rows // part)))
+        return counts, rows, torch.zeros_like(counts), rows, *items_of(of_ranges, part, batch, heads, heads_kv)
 
     key = "ranges", part, batch, heads, heads_kv
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))

@@ -16,6 +16,9 @@ For each KV tile a CTA iterates over the query tiles of all heads that share the
 written once, with bitwise identical results in every run. dQ is accumulated in memory, nondeterministically or ordered
 by semaphores (semaphores.py). CTAs fetch tile indices from a queue (forward/tile_queue.py). K and V of the next tile
 are loaded while dK and dV of this tile are stored from registers.
+
+With `ranges` (ranges.py) a CTA iterates over the query tiles of one range of rows, and adds its part of dK and dV to
+FP32 accumulators before it reads the queue: with these in registers, too, the kernel would spill.
 """
 
 import cuda.bindings.driver as cuda
@@ -68,8 +71,8 @@ class FlashBackwardSm90:
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
         mdO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
-        mdK: cute.Tensor,  # as K
-        mdV: cute.Tensor,  # as V
+        mdK: cute.Tensor,  # as K; with ranges FP32 accumulators, see sums.py
+        mdV: cute.Tensor,  # as V, likewise
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
         dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
         turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 zeros; deterministic (semaphores.py)

@@ -90,7 +90,7 @@ class PackedKvScheduler(KvScheduler):
 
 @dataclass(frozen=True)
 class OrderedKvScheduler(KvScheduler):
-    """Scheduler in the order of a table (eager.kv_order), for example tiles with the most blocks first."""
+    """Scheduler in the order of a table (dispatch.kv_order), for example tiles with the most blocks first."""
 
     order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h_kv + heads_kv * b)
 
@@ -104,7 +104,8 @@ class OrderedKvScheduler(KvScheduler):
 class RangedKvScheduler(KvScheduler):
     """Scheduler of (KV tile, range of query rows) that a table lists (ranges.py), range by range."""
 
-    order: cute.Tensor = None  # (most,) int32: block of keys + blocks * (h_kv + heads_kv * (b + batch * range))
+    # (ranges * B * Hkv * blocks,) int32: block of keys + blocks * (h_kv + heads_kv * (b + batch * range))
+    order: cute.Tensor = None
     listed: cute.Tensor = None  # (1,) int32: blocks of keys listed
     blocks: Int32 = None
     tiles: cutlass.Constexpr[int] = 1  # KV tiles of a block
@@ -120,9 +121,9 @@ class RangedKvScheduler(KvScheduler):
     def fields(self, index) -> tuple:
         number = self.order[cutlass.min(index, self.most - 1) // self.tiles]
         head = number // self.blocks
-        item = head // self.heads_kv
+        b = head // self.heads_kv  # + batch * range
         n = number % self.blocks * self.tiles + index % self.tiles
-        return n, head % self.heads_kv, item % self.batch, item // self.batch
+        return n, head % self.heads_kv, b % self.batch, b // self.batch
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,7 @@ def problem_of(
     tensors: tuple,  # Q, K, V, dO, dK, dV
     arrays: cute.Tensor,  # row_tiles' rows (tiles of all heads, 2, tile_m)
     cu_seqlens: tuple,  # (cu_q, cu_k), (B + 1,) each; packed sequences
-    # BlockRows' lists; its ranks if deterministic, else the order of KV tiles, with ranges and number; mask tensors
-    blocks: tuple | None,
+    blocks: tuple | None,  # (*BlockRows' lists, its ranks if deterministic, else the scheduler's tables, *mask tensors)
     left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
     offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets

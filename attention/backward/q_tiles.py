@@ -185,8 +185,8 @@ class BlockQTiles:
 class BlockRows:
     """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast.
 
-    With `ranges`, each head has so many lists of a KV block, one for each range of as many rows of blocks as a list has
-    room for, which count from the beginning of the range. Then H below is the number of heads times ranges.
+    With `ranges`, lists are (B, H * ranges, Mk, part): range r has rows of blocks r * part to before (r + 1) * part,
+    and its lists count from the first of these.
     """
 
     partial_count: cute.Tensor  # (B, H, Mk) int32

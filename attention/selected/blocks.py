@@ -2,8 +2,9 @@
 
 Each query token has a list of KV blocks of `block_size` tokens. The query heads that share a KV head, and so a list,
 are packed: rows of Q are tokens * heads. 128 rows, 8 tokens of 16 heads, compute the union of the lists of their
-tokens, in 128 x 128 blocks of scores, and an element mask reads a bit per (token, KV block). Both are built on the
-device of the lists, without synchronization: on a GPU by the kernel in `tables`, elsewhere by torch operations.
+tokens, in blocks of 128 x 128 scores (backward also 64 x 128), and an element mask reads a bit per (token, KV block).
+Both are built on the device of the lists, without synchronization: on a GPU by the kernel in `tables`, elsewhere by
+torch operations.
 """
 
 from __future__ import annotations

@@ -78,9 +78,11 @@ def selected_attention(
         block_size: tokens of a KV block: 1, 4, 16, 64 or 128.
         causal: True also masks keys after the token's position, inside selected blocks: row i is at position
             i + Sk - Sq.
-        softcap, scale, return_lse, sinks, deterministic: see attention. With sinks the block-sparse kernels, and so
+        softcap, scale, return_lse, sinks: see attention. With sinks the block-sparse kernels, and so
             backward, have tiles of 128 tokens of one head instead of the heads of a KV head, and so the union of more
             lists.
+        deterministic: True for gradients that are bitwise identical on every run; None follows
+            torch.use_deterministic_algorithms.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
             are (total_k, Hkv, D or Dv), and indices are (total_q, top) or (total_q, G, top). Blocks are counted from
             the first key of each sequence.
@@ -94,11 +96,15 @@ def selected_attention(
         (B, H, Sq, Dv) with q's dtype; with cu_seqlens (total_q, H, Dv). With return_lse=True also lse, (B, H, Sq) or
         (H, total_q) float32. A token without an unmasked key gets 0, and an lse of -inf, or its sink.
 
-    Differentiable once in q, k, v and sinks. Selection has no gradient. Where forward gathers blocks (sm_90, see
-    explain), indices are saved with q, k, v, out and lse, and backward makes its tables of them. Unless deterministic,
-    it accumulates dq, dk and dv by FP32 atomics: blocks of 1 to 64 tokens with head dimension 64, 128 or 256, without
-    sinks and softcap, by a kernel that gathers them, too, others by block lists. These need bits of membership, Sq * Sk
-    / block_size / 8 bytes per list (B * G lists), for the time of the pass. Other calls save the bits from forward on.
+    Differentiable once in q, k, v and sinks. Selection has no gradient.
+
+    Where forward gathers blocks (sm_90, see explain), indices are saved with q, k, v, out and lse, and must not be
+    written to before backward, which raises then. A kernel that gathers blocks computes the gradients of blocks of 1
+    to 64 tokens, with head dimension 64, 128 or 256, no softcap and no gradient of sinks. Block lists serve other
+    calls, and those that are deterministic. They need bits of membership, Sq * Sk / block_size / 8 bytes per list (B *
+    G lists), for the time of the pass. Unless deterministic, dq, dk and dv are accumulated by FP32 atomics.
+
+    Where forward uses block lists, the bits are saved, and dq alone is accumulated by atomics.
 
     On a GPU the tables that kernels read are built in each call, without synchronization, so a CUDA graph replays with
     the current contents of indices: union tiles for the kernels that gather blocks (sm_90, see explain), or

@@ -505,7 +505,7 @@ def test_turns_are_taken_in_the_order_in_which_tiles_are_begun(rows, cols, right
     for index in range(scheduler.count):
         tile = [number(x) for x in scheduler.fields(index)]
         for h in (2 * tile[1], 2 * tile[1] + 1):
-            tiles = source.for_tile(tile[0], h, tile[2], SeqlenInfo(tile[2], rows, cols))
+            tiles = source.for_tile(problem.KvTile(*tile), h, SeqlenInfo(tile[2], rows, cols))
             for i in range(number(tiles.count)):
                 m = number(tiles.at(i))
                 assert number(tiles.turn(m)) == taken[tile[2], h, m]

@@ -1,12 +1,16 @@
 """selected_attention against FP64: the reference, the host side of calls on a GPU, the emulator, and GPUs."""
 
+import contextlib
+import itertools
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import selected_attention, torch_op
+from attention.backward import dispatch as backward
 from attention.backward import ranges
 from attention.masks import element_mask
 from attention.selected import blocks, reference
@@ -149,9 +153,35 @@ IN_RANGES = "16 heads", "16 heads, blocks of 64", "a list per head", "8 heads, 1
 @pytest.mark.parametrize("name", IN_RANGES)
 def test_gradients_in_ranges(machine, monkeypatch, name):
     """Work items of two rows of blocks each."""
-    device, kernels, _ = machine
+    device, kernels, path = machine
     monkeypatch.setattr(ranges, "FEWEST", 2)
-    compare_gradients(device, kernels, name)
+    with mock.patch.object(backward, "ranges_of", wraps=backward.ranges_of) as ranges_of:
+        compare_gradients(device, kernels, name)
+    assert ranges_of.call_count == (path == "sm_90")
+
+
+@pytest.mark.parametrize("name", ["16 heads", "in one order"])
+@pytest.mark.sm_90
+def test_gradients_by_saved_lists(name):
+    """Backward makes a mask in blocks of 64 rows of the lists that forward by gathered blocks saved."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    with on_emulator("sm_90", sms=4), mock.patch("attention.gradients.mask_of", wraps=mask_of) as made:
+        compare_gradients("cpu", contextlib.nullcontext, name)
+    assert [call.kwargs["side"] for call in made.call_args_list] == [64]
+
+
+def test_items_of_ranges():
+    """Each nonempty (KV block, range) once: range by range, head by head, the longest first."""
+    counts = torch.randint(4, (2, 1, 3, 5), dtype=torch.int32)
+    order, listed = ranges.items_of(counts, 3, 2, 4, 2)
+    found = order[: listed.item()].tolist()
+    lengths = counts.expand(2, 4, 3, 5).unflatten(1, (2, 2)).sum(2).permute(2, 0, 1, 3).flatten()
+    assert sorted(found) == lengths.nonzero().flatten().tolist()
+    sections = [number // 5 for number in found]
+    assert sections == sorted(sections)
+    same = [lengths[a] >= lengths[b] for a, b in itertools.pairwise(found) if a // 5 == b // 5]
+    assert all(same)
 
 
 def test_gradients_have_the_strides_of_q(machine):

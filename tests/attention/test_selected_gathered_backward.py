@@ -113,7 +113,7 @@ def called(*call, **terms) -> int:
 OTHERS = {
     "deterministic": {"deterministic": True},
     "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": torch.zeros(4)},
+    "sinks that need a gradient": {"sinks": torch.zeros(4, requires_grad=True)},
 }
 
 
@@ -124,6 +124,41 @@ def test_other_kernels(name):
     """Calls whose gradients other kernels compute."""
     with on_emulator("sm_90", sms=2):
         assert called(*call_of(10, 60, 4, 5, **ONE, H=4, D=64), causal=True, **OTHERS[name]) == 0
+
+
+@needs_compiler
+@pytest.mark.sm_90
+def test_constant_sinks():
+    with on_emulator("sm_90", sms=2):
+        assert called(*call_of(10, 60, 4, 5, **ONE, H=4, D=64), causal=True, sinks=torch.zeros(4)) == 1
+
+
+@needs_compiler
+@pytest.mark.sm_90
+def test_lists_of_inference_mode():
+    q, k, v, indices, size = call_of(10, 60, 4, 5, **ONE, H=4, D=64)
+    with torch.inference_mode():
+        indices = indices + 0
+    with on_emulator("sm_90", sms=2):
+        assert called(q, k, v, indices, size, causal=True) == 1
+
+
+@needs_compiler
+@pytest.mark.sm_90
+@pytest.mark.parametrize("size", [4, 128])
+@pytest.mark.parametrize("write", ["in place", "of .data"])
+def test_lists_that_are_written_to_before_backward(size, write):
+    q, k, v, indices, _ = call_of(10, 300, size, 2, **ONE, H=4, D=64)
+    indices = indices.view(1, 10, 1, 2)
+    q.requires_grad_()
+    with on_emulator("sm_90", sms=2):
+        out = selected_attention(q, k, v, indices, size, causal=True)
+        if write == "in place":
+            indices.zero_()
+        else:
+            indices.data = torch.zeros_like(indices)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @needs_compiler

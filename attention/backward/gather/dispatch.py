@@ -1,7 +1,5 @@
 """Backward of selected_attention by the kernel with gathered KV tiles; other calls make a block mask."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +22,7 @@ OP = "selected_attention's backward"
 
 
 def serves(args: AttentionArgs, deterministic: bool) -> bool:
-    """True if the kernel computes the gradients of a call, whose sinks, if any, need a gradient.
+    """True if the kernel computes the gradients of a call. args.sinks is None unless sinks need a gradient.
 
     deterministic: True if gradients must be; dK and dV are accumulated by atomics.
     """
@@ -38,23 +36,6 @@ def serves(args: AttentionArgs, deterministic: bool) -> bool:
         and mask.block_size in BLOCK_SIZES
         and forward_serves(args)
     )
-
-
-@dataclass(frozen=True)
-class SavedLists:
-    """The selected blocks of a forward call, whose lists autograd saves; see masks.saved_mask.SavedMask."""
-
-    terms: tuple  # of SelectedBlocks after the lists
-    causal: bool = False
-    count: int = 1
-
-    @staticmethod
-    def of(mask: SelectedBlocks) -> tuple["SavedLists", list[Tensor]]:
-        """(saved form, tensors for save_for_backward)."""
-        return SavedLists(tuple(mask[1:])), [mask.indices]
-
-    def restored(self, saved: Sequence[Tensor]) -> SelectedBlocks:
-        return SelectedBlocks(saved[0], *self.terms)
 
 
 def facts_of(args: AttentionArgs, lse_gradient: bool) -> GatherBackwardFacts:
@@ -78,15 +59,12 @@ def backward(
     gradients = gradient_of(q), gradient_of(k), gradient_of(v)
     named: tuple[tuple[str, Tensor], ...] = (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout))
     operands = [_readable(plan, name, t) for name, t in named]
-    dq = _readable(plan, "dq", gradients[0])
     sums: list[Any] = [zero_sums(t) for t in (k, v)]
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
     scale = q.shape[-1] ** -0.5 if args.scale is None else args.scale
     function = function_for(facts_of(args, dlse is not None))
     rows = unit_stride(lse.contiguous()), dlse
-    function(*operands, *rows, dq, *sums, tables(args), scalars_of(scale, None)[0], scale)
-    if dq.data_ptr() != gradients[0].data_ptr():
-        gradients[0].copy_(dq)
+    function(*operands, *rows, gradients[0], *sums, tables(args), scalars_of(scale, None)[0], scale)
     for total, gradient, factor in zip(sums, gradients[1:], (scale, 1.0), strict=True):
         convert(total, factor, gradient)
     return gradients
