@@ -139,7 +139,7 @@ def gradients_of(
     if dout is None:
         dout = torch.zeros_like(out)
     args = args._replace(deterministic=in_one_order(args.deterministic))
-    if isinstance(args.block_mask, SelectedBlocks):
+    if type(args.block_mask) is SelectedBlocks:
         if grad_dtype is dq_dtype is None and gathered_backward.serves(args, bool(args.deterministic)):
             dq, dk, dv = gathered_backward.backward(args, out, lse, dout, dlse)
             return dq, dk, dv, None
