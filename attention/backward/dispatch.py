@@ -27,7 +27,7 @@ from ..masks.mask_mods import window_bounds
 from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
-from ..selected.unions.config import SIDE
+from ..selected.blocks import SIDE, has_members
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
@@ -121,7 +121,7 @@ def backward(
             t if view is None else view(t) for t, view in zip((*tensors, *gradients), plan.views, strict=True)
         )
     dq, dk, dv = views
-    sums_kv = [zero_sums(t) for t in (k, v)] if plan.facts.ranges else [dk, dv]
+    sums_kv = zero_sums(k, v) if plan.facts.ranges else (dk, dv)
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
     captured = None if score is None else score.reads, of_captured
     device = plan.device
@@ -147,8 +147,7 @@ def backward(
     plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, dq_accum, turns, sinks, sink_sums)
     plan.function(q, k, v, dout, *sums_kv, rows, dq_accum, *order, *cu_seqlens, blocks, *captured, *scalars)
     if plan.facts.ranges:
-        for total, gradient, factor in zip(sums_kv, (dk, dv), (plan.scale, 1.0), strict=True):
-            convert(total, factor, gradient)
+        convert(sums_kv, plan.scale, (dk, dv))
     plan.convert(dq_accum, cu_seqlens[0], dq, plan.scale)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
@@ -238,11 +237,10 @@ def side_of(args: AttentionArgs) -> int:
 
     The fewer tokens share a list, the shorter it is: at a similarity of 0.9, 4 tokens have 7 % fewer blocks than 8.
     """
-    mask, q, v = args.block_mask, args.q, args.v
-    divides = STEP % mask.packed == 0 or mask.packed % STEP == 0
+    q, v = args.q, args.v
     rows, blocks = q.shape[:-1].numel() // STEP, -(-args.k.shape[-2] // SIDE)
     small = 4 * rows * blocks < MOST_LIST_BYTES
-    return STEP if small and divides and max(q.shape[-1], v.shape[-1]) == 128 else SIDE
+    return STEP if small and has_members(args.block_mask) and max(q.shape[-1], v.shape[-1]) == 128 else SIDE
 
 
 def rows_of(q: Tensor, packed_heads: int) -> tuple[int, int, int]:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 
-def zero_sums(tensor: Tensor) -> Tensor:
-    """An accumulator for the gradient of a tensor, whose last extent is a multiple of 16."""
-    return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+def zero_sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Accumulators for the gradients of k and v, whose last extents are multiples of 16."""
+    of_k, of_v = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+    return of_k, of_v
 
 
-def convert(total: Tensor, factor: float, to: Tensor) -> None:
-    """Round an accumulator times `factor` to a gradient with its shape."""
-    columns = total.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    torch.mul(columns, factor, out=to.unflatten(-1, (-1, 2, 4, 2)))
+def convert(sums: tuple[Tensor, Tensor], scale: float, gradients: tuple[Tensor, Tensor]) -> None:
+    """Round the accumulators, that of dK times `scale`, to (dK, dV)."""
+    for total, factor, gradient in zip(sums, (scale, 1.0), gradients, strict=True):
+        columns = total.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
+        torch.mul(columns, factor, out=gradient.unflatten(-1, (-1, 2, 4, 2)))

@@ -121,12 +121,16 @@ def mask_of(
     if packed > 1:
         mask_mod = OfTokens(mask_mod, packed)
     key = Member, share, block_size, packed, constant, first is None, indices.device
-    kind = None
-    if first is None and block_size in (64, SIDE) and (64 % packed == 0 or packed % 64 == 0):
-        kind = MemberKind(block_size, packed, share, causal)
+    kind = MemberKind(block_size, packed, share, causal) if has_members(selected) else None
     reads = (words,) if first is None or end is None else (words, first, end)
     mask_mod = bound(mask_mod, key, reads, kind, shift or None)
     return make(blocksize=(side, SIDE), lengths=lengths, mask_mod=mask_mod)
+
+
+def has_members(selected: SelectedBlocks) -> bool:
+    """True if sm_90's backward evaluates the mask by a bit for each token (backward/members.py)."""
+    whole_tokens = 64 % selected.packed == 0 or selected.packed % 64 == 0
+    return selected.cu_seqlens_q is None and selected.block_size in (64, SIDE) and whole_tokens
 
 
 def ranges_of(cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], causal: bool) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,8 @@ def selected_attention(
         block_size: tokens of a KV block: 1, 4, 16, 64 or 128.
         causal: True also masks keys after the token's position, inside selected blocks: row i is at position
             i + Sk - Sq.
-        softcap, scale, return_lse, sinks: see attention. With sinks the block-sparse kernels, and so
-            backward, have tiles of 128 tokens of one head instead of the heads of a KV head, and so the union of more
-            lists.
+        softcap, scale, return_lse, sinks: see attention. With sinks the block-sparse kernels, and so backward, have
+            tiles of 128 tokens of one head instead of the heads of a KV head, and so the union of more lists.
         deterministic: True for gradients that are bitwise identical on every run; None follows
             torch.use_deterministic_algorithms.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 for packed sequences, see attention: q is (total_q, H, D), k and v
@@ -102,9 +101,10 @@ def selected_attention(
     written to before backward, which raises then. A kernel that gathers blocks computes the gradients of blocks of 1
     to 64 tokens, with head dimension 64, 128 or 256, no softcap and no gradient of sinks. Block lists serve other
     calls, and those that are deterministic. They need bits of membership, Sq * Sk / block_size / 8 bytes per list (B *
-    G lists), for the time of the pass. Unless deterministic, dq, dk and dv are accumulated by FP32 atomics.
+    G lists), for the time of the pass. Where forward uses block lists, the bits are saved.
 
-    Where forward uses block lists, the bits are saved, and dq alone is accumulated by atomics.
+    Unless deterministic, gradients are accumulated by FP32 atomics and nondeterministic: dk and dv by the kernel that
+    gathers blocks, dq by block lists, with blocks of 64 and 128 tokens on sm_90 also dk and dv.
 
     On a GPU the tables that kernels read are built in each call, without synchronization, so a CUDA graph replays with
     the current contents of indices: union tiles for the kernels that gather blocks (sm_90, see explain), or

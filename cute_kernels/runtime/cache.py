@@ -11,7 +11,6 @@ from an exported object, even right after compilation, so that the first run and
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -241,8 +240,10 @@ class KernelCache:
             if sidecar is None:
                 return None
             if (library := store.library(key, sidecar)) is not None:
-                with contextlib.suppress(Exception):  # the file system may forbid it: the object needs no such right
+                try:
                     return self._load(key, library, sidecar, "disk_hits")
+                except Exception as error:  # as on a file system that is mounted with noexec
+                    LOG.info("%s cannot be loaded, and CuTe DSL links its object file: %s", library, error)
             return self._load(key, store.path(key), sidecar, "disk_hits")
         except Exception as error:  # any error of the linker on a damaged file
             if locked:

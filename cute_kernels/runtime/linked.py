@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+LOG = logging.getLogger("cute_kernels.cache")
 COMPILER_VARIABLE = "CC"  # a C compiler, which finds the linker; empty: bundles of object files
 RUNTIME = "libcute_dsl_runtime.so"
 
@@ -82,7 +84,8 @@ def linked_if_possible(data: bytes) -> bytes | None:
     """The shared library of an object file; None without a C compiler, or if linking fails."""
     try:
         library = link(data)
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError) as error:
+        LOG.info("a kernel is cached as an object file alone: %s", error)
         return None
     return library if suffix_of(library) == ".so" else None
 

@@ -15,6 +15,7 @@ from cute_kernels.testing.selected_blocks import similar_lists
 from ..emulator.ops import needs_compiler, on_emulator
 from .parts import FP16, nothing_waits, qkv, rows_first
 from .selected_parts import call_of
+from .test_selected_gathered import MODELS
 
 EMULATED = pytest.param("emulated", marks=[needs_compiler, pytest.mark.sm_90])
 WHERE = pytest.mark.parametrize("where", [EMULATED, pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -182,11 +183,6 @@ def test_deterministic_algorithms_after_forward():
 
 
 # On GPUs: lists as in trained models, CUDA graphs and torch.compile
-
-MODELS = {
-    "QSA": ((24, 2), 256, 4, 512, 1),
-    "NSA": ((64, 4), 128, 64, 16, 4),
-}
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from .cache_fixtures import (  # noqa: F401
     is_function,
     kernels,
     truncate,
-)  # fmt: skip
+)
 
 needs_linker = pytest.mark.skipif(not linked.compiler(), reason="no C compiler")
 RUN = "import sys; sys.modules['cutlass'] = None  # importing it raises ModuleNotFoundError\n"

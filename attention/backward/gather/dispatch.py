@@ -1,7 +1,5 @@
 """Backward of selected_attention by the kernel with gathered KV tiles; other calls make a block mask."""
 
-from typing import Any
-
 from torch import Tensor
 
 from cute_kernels.dtypes import NAMES
@@ -59,14 +57,13 @@ def backward(
     gradients = gradient_of(q), gradient_of(k), gradient_of(v)
     named: tuple[tuple[str, Tensor], ...] = (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout))
     operands = [_readable(plan, name, t) for name, t in named]
-    sums: list[Any] = [zero_sums(t) for t in (k, v)]
+    sums = zero_sums(k, v)
     dlse = None if dlse is None else unit_stride(dlse.contiguous())
     scale = q.shape[-1] ** -0.5 if args.scale is None else args.scale
     function = function_for(facts_of(args, dlse is not None))
     rows = unit_stride(lse.contiguous()), dlse
     function(*operands, *rows, gradients[0], *sums, tables(args), scalars_of(scale, None)[0], scale)
-    for total, gradient, factor in zip(sums, gradients[1:], (scale, 1.0), strict=True):
-        convert(total, factor, gradient)
+    convert(sums, scale, gradients[1:])
     return gradients
 
 
