@@ -27,6 +27,7 @@ from .distributed import (
     produce_and_exchange,
     reduce_scatter_single,
     resize_fully_sharded,
+    symmetric_buffer,
 )
 from .dynamo import (
     constant_variable,
@@ -89,6 +90,7 @@ __all__ = [
     "run_in_trace",
     "schema_arguments",
     "schema_of",
+    "symmetric_buffer",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

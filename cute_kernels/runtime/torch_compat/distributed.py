@@ -63,6 +63,14 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: Any, async_op: bool = F
     return found(out, x, group=group, async_op=async_op)
 
 
+def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
+    """uint8 (size,) that the other ranks of a group can read, and the handle of all ranks' buffers; collective."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
+    return buffer, symmetric.rendezvous(buffer, group)
+
+
 def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
     """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
 

@@ -1,0 +1,121 @@
+"""Memory that the processes of a group read from each other: CUDA's symmetric memory, on one host.
+
+A group has two buffers in each process, which take turns. In a turn every process fills its own buffer, a barrier on
+the stream follows, and then each reads what it needs of the others':
+
+    turn          n                       n + 1                   n + 2
+    buffer        0                       1                       0
+    stream        fill | barrier | read   fill | barrier | read   fill ...
+
+Buffer 0 is filled again in turn n + 2, behind the barrier of turn n + 1, which no process reaches before it has read
+what it wanted in turn n. So a turn has one barrier.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_compat import symmetric_buffer
+
+__all__ = ["Peers", "Turn", "peers_of"]
+
+GRAIN = 2**21  # bytes; buffers are multiples of it
+GROWTH = 1.25  # a buffer that is too small is replaced by one of this many times the bytes asked for
+
+_FOUND: weakref.WeakKeyDictionary[Any, Peers | None] = weakref.WeakKeyDictionary()
+
+
+def peers_of(group: Any, device: torch.device) -> Peers | None:
+    """The memory of a process group's ranks, or None unless all have GPUs of one host that read each other's memory.
+
+    All ranks must call it together the first time, when they compare hosts.
+    """
+    if device.type != "cuda":
+        return None
+    if group not in _FOUND:
+        _FOUND[group] = Peers(group, device) if _share_a_host(group, device) else None
+    return _FOUND[group]
+
+
+def _share_a_host(group: Any, device: torch.device) -> bool:
+    import torch.distributed as dist
+
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            host = file.read()
+    except OSError:
+        host = ""
+    ranks = dist.get_world_size(group)
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    here = [seen.get(uuid) for _, uuid in found]
+    # A process that sees its own GPU alone cannot ask for the others; CUDA IPC works all the same.
+    reach = all(i is None or i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in here)
+    fits = bool(host) and len({host for host, _ in found}) == 1 and len({uuid for _, uuid in found}) == ranks and reach
+    answers: list[Any] = [None] * ranks
+    dist.all_gather_object(answers, fits, group=group)
+    return all(answers)
+
+
+class Turn:
+    """One turn of a buffer.
+
+    own: uint8 (size,), this process's buffer, to be filled before `ready`.
+    pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
+    """
+
+    def __init__(self, own: Tensor, pointers: Tensor, handle: Any) -> None:
+        self.own, self.pointers, self._handle = own, pointers, handle
+
+    def ready(self) -> None:
+        """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
+        self._handle.barrier(channel=0)
+
+    def of(self, rank: int) -> Tensor:
+        """The buffer of a rank, uint8 (size,); valid from `ready` to the next turn's."""
+        return self._handle.get_buffer(rank, (len(self.own),), torch.uint8)
+
+
+class Peers:
+    """Two buffers of each rank of a group, which take turns. See peers_of.
+
+    All ranks call `take`, with equal sizes, and `ready` in the same order. The reads of a turn are launched before the
+    next turn's `ready`, on one stream, or on others that it waits for.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device, self._turn = weakref.ref(group), device, 0
+        self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
+
+    def take(self, size: int) -> Turn:
+        """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
+        replaced, which synchronizes."""
+        place = self._turn % 2
+        self._turn += 1
+        kept = self._buffers[place]
+        if kept is None or len(kept[0]) < size:
+            kept = self._buffers[place] = self._made(place, size)
+        buffer, pointers, handle = kept
+        return Turn(buffer[:size], pointers, handle)
+
+    def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any]:
+        torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
+        kept, self._buffers[place] = self._buffers[place], None
+        if kept is not None:
+            import torch.distributed as dist
+
+            dist.barrier(group=self._group())  # so have the others
+            torch.cuda.synchronize(self._device)
+        del kept
+        size = -(-int(size * GROWTH) // GRAIN) * GRAIN
+        buffer, handle = symmetric_buffer(size, self._device, self._group())
+        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64).to(self._device)
+        return buffer, pointers, handle
