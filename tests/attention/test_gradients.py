@@ -116,14 +116,17 @@ NOT_EMULATED = {
 def machine_fixture(request):
     """(the device of tensors, a context in which kernels of a path compute them, the path).
 
-    On the emulator that is backward alone: forward has tests of its own there, and the reference gives the same.
+    On the emulator that is backward alone: forward has tests of its own there, and the reference gives the same. On
+    CUDA the path holds for the whole test, since backward takes forward's.
     """
     kind, path = request.param
     if kind == "cuda":
-        return "cuda", lambda: cute_kernels.path(path), path
+        with cute_kernels.path(path):
+            yield "cuda", contextlib.nullcontext, path
+        return
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
-    return "cpu", lambda: on_emulator("sm_90", sms=4, path=path), path
+    yield "cpu", lambda: on_emulator("sm_90", sms=4, path=path), path
 
 
 class Rounded(torch.autograd.Function):
@@ -218,14 +221,14 @@ def test_gradients_are_as_exact_as_torchs(machine, name, of_lse):
 
 
 def check_case(name, device, computed, of_lse=False):
-    """The gradients of one of CASES; on a GPU both ways are `computed()`, else backward alone."""
+    """The gradients of one of CASES, whose backward pass runs in the context computed()."""
     seed(name)
     *tensors, options = CASES[name](device)
     q, k, v, *_ = inputs = [t.requires_grad_() for t in (*tensors, *([options["sinks"]] if "sinks" in options else []))]
     dout = normal(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
     mask = options.get("block_mask")
     call = attention if mask is None else block_sparse_attention
-    with contextlib.nullcontext() if device == "cpu" else computed(), poisoned_empty():
+    with poisoned_empty():
         out, lse = call(q, k, v, **options, return_lse=True)
     dlse = torch.randn_like(lse) if of_lse else None
     outputs, given = ([out, lse], [dout, dlse]) if of_lse else ([out], [dout])
@@ -331,7 +334,7 @@ def check_packed(name, device, computed):
         t[total:] = torch.nan
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     given = {"sinks": sinks(device).requires_grad_()} if "sinks" in name else {}
-    with contextlib.nullcontext() if device == "cpu" else computed(), poisoned_empty():
+    with poisoned_empty():
         out = attention(q, k, v, **options, **given, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     with computed(), poisoned_empty():
         got = list(torch.autograd.grad(out, (q, k, v, *given.values()), dout))
