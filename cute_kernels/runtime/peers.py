@@ -130,5 +130,5 @@ class Peers:
         del kept
         size = -(-int(size * GROWTH) // GRAIN) * GRAIN
         buffer, handle = symmetric_buffer(size, self._device, self._group())
-        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64).to(self._device)
+        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self._device)
         return buffer, pointers, handle
