@@ -17,7 +17,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .peers import Peers, Turn, peers_of
 from .torch_compat import symmetric_buffer
@@ -51,8 +50,9 @@ class Link:
 
     def __init__(self, group: Any, device: torch.device, rank: int, ranks: int) -> None:
         import torch.distributed as dist
+        from cuda.bindings import driver
 
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self._driver = rank, ranks, driver
         self._counters, handle = symmetric_buffer(COUNTERS, device, group)
         self._counters.zero_()
         torch.cuda.synchronize(device)
@@ -67,6 +67,7 @@ class Link:
     def begin(self, turn: Turn) -> None:
         """Begin a turn, behind the current stream."""
         self._turn, self._current = turn, torch.cuda.current_stream()
+        self._handles = self._stream.cuda_stream, self._current.cuda_stream
         self.follow()
 
     def follow(self) -> None:
@@ -74,26 +75,20 @@ class Link:
         self._event.record(self._current)
         self._stream.wait_event(self._event)
 
-    def push(self, rank: int, offset: int, source: Tensor) -> None:
-        """Copy a contiguous tensor to a rank's buffer, `offset` bytes from its beginning, and signal it.
+    def push(self, rank: int, offset: int, source: int, size: int) -> None:
+        """Copy `size` bytes from the address `source` to a rank's buffer, `offset` from its beginning, and signal it.
 
-        The source must not be written before the stream that called `end` has done what came before it.
+        The source must not be freed or written before the stream of `begin` has reached `end`.
         """
-        from cuda.bindings import driver
-
         self._pushes[rank] += 1
-        stream, size = self._stream.cuda_stream, source.numel() * source.element_size()
-        check(driver.cuMemcpyAsync(self._turn.addresses[rank] + offset, source.data_ptr(), size, stream))
+        check(self._driver.cuMemcpyAsync(self._turn.addresses[rank] + offset, source, size, self._handles[0]))
         counter, count = self._addresses[rank] + 4 * self.rank, (self._before + self._pushes[rank]) % 2**32
-        check(driver.cuStreamWriteValue32(stream, counter, count, 0))  # 0: behind a fence
+        check(self._driver.cuStreamWriteValue32(self._handles[0], counter, count, 0))  # 0: behind a fence
 
     def wait(self, rank: int, pushes: int) -> None:
         """Let the current stream wait for the first `pushes` pushes of a rank to this one in this use."""
-        from cuda.bindings import driver
-
         counter, count = self._addresses[self.rank] + 4 * rank, (self._before + pushes) % 2**32
-        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ  # modulo 2^32
-        check(driver.cuStreamWaitValue32(self._current.cuda_stream, counter, count, at_least))
+        check(self._driver.cuStreamWaitValue32(self._handles[1], counter, count, 0))  # 0: at least, modulo 2^32
 
     def end(self) -> None:
         """Let the current stream wait for this rank's pushes."""

@@ -113,7 +113,7 @@ class Exchange:
         if self.meanwhile:
             self.meanwhile()
         if self.last:
-            self.last(places[rank], own, _sum_of(arrived, own))
+            self.last(places[rank], own, _sum_of(arrived))
 
     def push(self, peers: Peers, link: Link) -> None:
         """By pushes to peers' memory, during the GEMMs."""
@@ -124,7 +124,7 @@ class Exchange:
         room_x, room_y = self.tokens * row_x, self.tokens * row_y  # bytes, of each other rank
         all_x = -(-(ranks - 1) * room_x // 256) * 256
         turn = peers.take(all_x + (ranks - 1) * room_y)
-        received, arrived = self._rooms(turn, ranks - 1, all_x)
+        received, arrived = self._rooms(turn, ranks - 1, all_x, parts, pieces)
         summands = self.like.new_empty(ranks - 1, self.tokens, self.columns)
         front = self.tokens  # rows of own tokens that begin the first layer
 
@@ -132,7 +132,8 @@ class Exchange:
         if self.first and x is not None:
             for place in range(ranks - 1):  # of this rank among those whose tokens the receiver works on
                 for part in parts:
-                    link.push((rank - 1 - place) % ranks, place * room_x + part.start * row_x, x[part])
+                    begin, size = part.start * row_x, (part.stop - part.start) * row_x
+                    link.push((rank - 1 - place) % ranks, place * room_x + begin, x.data_ptr() + begin, size)
             if ranks == 2 and self.second:
                 front = pieces[(len(pieces) - 1) // 2].stop
             self.first(x[:front], self._rows(rank, slice(0, front)))
@@ -142,15 +143,16 @@ class Exchange:
                 rows = self._rows(source, part)
                 if self.first:
                     link.wait(source, number)
-                    tokens = received[place, part]
+                    tokens = received[place][number - 1]
                     self.first(tokens if self.gathered is None else self.gathered[rows].copy_(tokens), rows)
                 if self.second:
                     self.second(rows, summands[place, part])
                     link.follow()
-                    room = all_x + (rank - (rank > source)) * room_y
+                    to, out = all_x + (rank - (rank > source)) * room_y, summands.data_ptr() + place * room_y
                     for piece in pieces:
                         if part.start <= piece.start < part.stop:
-                            link.push(source, room + piece.start * row_y, summands[place, piece])
+                            begin, size = piece.start * row_y, (piece.stop - piece.start) * row_y
+                            link.push(source, to + begin, out + begin, size)
         if self.first and x is not None:
             if front < self.tokens:
                 self.first(x[front:], self._rows(rank, slice(front, self.tokens)))
@@ -159,30 +161,34 @@ class Exchange:
         if self.meanwhile:
             self.meanwhile()
         if self.last:
-            for number, piece in enumerate(pieces, 1 + (len(parts) if self.first else 0)):
+            before = len(parts) if self.first else 0
+            for number, piece in enumerate(pieces, 1 + before):
                 for source in range(ranks):
                     if source != rank:
                         link.wait(source, number)
-                self.last(self._rows(rank, piece), piece, _sum_of(arrived, piece))
+                self.last(self._rows(rank, piece), piece, _sum_of(arrived[number - 1 - before]))
         link.end()
 
     def _rows(self, rank: int, part: slice) -> slice:
         """The rows of some of a rank's tokens among those of all ranks."""
         return slice(rank * self.tokens + part.start, rank * self.tokens + part.stop)
 
-    def _rooms(self, turn: Turn, others: int, all_x: int) -> tuple[Tensor, Tensor]:
-        """(others, t, K) in which x of other ranks arrives, and (others, t, columns) for their summands."""
+    def _rooms(
+        self, turn: Turn, others: int, all_x: int, parts: list[slice], pieces: list[slice]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Where x of other ranks arrives, by rank and part, and where their summands do, by piece (others, rows, N)."""
         width, dtype = 0 if self.x is None else self.x.shape[1], self.like.dtype
-        key = self.tokens, width, self.columns, dtype
+        key = self.tokens, width, self.columns, dtype, len(parts), len(pieces)
         if key not in turn.views:
-            size = others * self.tokens * width * dtype.itemsize
-            received = turn.own[:size].view(dtype).view(others, self.tokens, width)
-            turn.views[key] = received, turn.own[all_x:].view(dtype).view(others, self.tokens, self.columns)
+            received = turn.own[: others * self.tokens * width * dtype.itemsize].view(dtype)
+            arrived = turn.own[all_x:].view(dtype).view(others, self.tokens, self.columns)
+            tokens = [[x[part] for part in parts] for x in received.view(others, self.tokens, width)]
+            turn.views[key] = tokens, [arrived[:, piece] for piece in pieces]
         return turn.views[key]
 
 
-def _sum_of(arrived: Tensor, own: slice) -> Tensor | None:
-    """Sum over ranks of summands (ranks, t, N) of some tokens; torch adds in FP32."""
+def _sum_of(arrived: Tensor) -> Tensor | None:
+    """Sum over ranks of summands (ranks, t, N); torch adds in FP32."""
     if len(arrived) < 2:
-        return arrived[0, own] if len(arrived) else None
-    return arrived[:, own].sum(0)
+        return arrived[0] if len(arrived) else None
+    return arrived.sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from .overlap import Exchange, linear_into
 __all__ = ["FeedForward", "GatherLinear", "LinearScatter", "feed_forward", "gathered_result"]
 
 LINEAR = "bsr_linear"
+aten = torch.ops.aten
+GRADIENTS: dict[str, Callable] = {  # of activations: (gradient of the result, input, grad_input=written)
+    "relu": partial(aten.threshold_backward.grad_input, threshold=0),
+    "gelu": aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(aten.gelu_backward.grad_input, approximate="tanh"),
+    "silu": aten.silu_backward.grad_input,
+}
 
 
 def gathered_result(x: Tensor, group: Any, columns: int, into: Callable[[Tensor, Tensor], Any]) -> Tensor:
@@ -163,12 +171,8 @@ def halves(z: Tensor) -> tuple[Tensor, ...]:
 def gate_gradient(z: Tensor, dh: Tensor, activation: str | None, dz: Tensor) -> None:
     """Write to dz the gradient of z, where dh is that of gate(z, activation)."""
     (g, u), (dg, du), dh = halves(z), halves(dz), dh.unflatten(-1, (-1, GATE))
+    torch.mul(dh, g if activation is None else ACTIVATIONS[activation](g), out=du)
     if activation is None:
         torch.mul(dh, u, out=dg)
-        torch.mul(dh, g, out=du)
-        return
-    with torch.enable_grad():
-        leaf = g.detach().requires_grad_()
-        active = ACTIVATIONS[activation](leaf)
-    torch.mul(dh, active.detach(), out=du)
-    dg.copy_(torch.autograd.grad(active, leaf, dh * u)[0])
+    else:
+        GRADIENTS[activation](dh * u, g, grad_input=dg)

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import driver
 
+from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.reference import gate
 from cute_kernels.runtime import links, peers
 from sparse_collective.distributed import overlap
 from sparse_collective.distributed.overlap import Exchange, parts_of
+from sparse_collective.distributed.sequence import gate_gradient
 
 SECONDS = 20
 
@@ -198,3 +201,15 @@ def test_parts(tokens, row_bytes, parts, pieces):
     for ranges in found:
         assert (ranges[0].start, ranges[-1].stop) == (0, tokens)
         assert all(a.stop == b.start and b.start % 256 == 0 for a, b in itertools.pairwise(ranges))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_gate_gradient(activation, dtype):
+    """Bitwise equal to autograd's."""
+    z, dh = torch.randn(5, 256, dtype=dtype, requires_grad=True), torch.randn(5, 128, dtype=dtype)
+    (expected,) = torch.autograd.grad(gate(z, activation), z, dh)
+    dz = torch.full_like(z, torch.nan)
+    with torch.no_grad():
+        gate_gradient(z, dh, activation, dz)
+    assert torch.equal(dz, expected)
