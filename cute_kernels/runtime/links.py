@@ -95,7 +95,7 @@ class Link:
         self._event.record(self._stream)
         self._current.wait_event(self._event)
         self._before += max(self._pushes)
-        self._pushes = [0] * self.ranks
+        self._pushes, self._turn = [0] * self.ranks, None
 
 
 def check(result: tuple) -> None:

@@ -25,6 +25,7 @@ from .torch_compat import symmetric_buffer
 __all__ = ["Peers", "Turn", "peers_of"]
 
 GRAIN = 2**21  # bytes; buffers are multiples of it
+SIZES = 64  # of turns of a buffer whose views are cached
 GROWTH = 1.25  # a buffer that is too small is replaced by one of this many times the bytes asked for
 
 _FOUND: weakref.WeakKeyDictionary[Any, Peers | None] = weakref.WeakKeyDictionary()
@@ -114,6 +115,8 @@ class Peers:
             kept = self._buffers[place] = self._made(place, size)
         turns = self._turns[place]
         if size not in turns:
+            if len(turns) == SIZES:
+                turns.clear()
             buffer, pointers, handle = kept
             turns[size] = Turn(buffer[:size], pointers, handle)
         return turns[size]
