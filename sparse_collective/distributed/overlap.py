@@ -176,7 +176,7 @@ class Exchange:
     def _rooms(
         self, turn: Turn, others: int, all_x: int, parts: list[slice], pieces: list[slice]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Where x of other ranks arrives, by rank and part, and where their summands do, by piece (others, rows, N)."""
+        """Views of a turn for x of other ranks, by rank and part, and for summands by piece, each (others, rows, N)."""
         width, dtype = 0 if self.x is None else self.x.shape[1], self.like.dtype
         key = self.tokens, width, self.columns, dtype, len(parts), len(pieces)
         if key not in turn.views:
