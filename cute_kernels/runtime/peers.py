@@ -13,6 +13,7 @@ what it wanted in turn n. So a turn has one barrier.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -24,6 +25,7 @@ from .torch_compat import symmetric_buffer
 __all__ = ["Peers", "Turn", "peers_of"]
 
 GRAIN = 2**21  # bytes; buffers are multiples of it
+SIZES = 64  # of turns of a buffer whose views are cached
 GROWTH = 1.25  # a buffer that is too small is replaced by one of this many times the bytes asked for
 
 _FOUND: weakref.WeakKeyDictionary[Any, Peers | None] = weakref.WeakKeyDictionary()
@@ -67,10 +69,17 @@ class Turn:
 
     own: uint8 (size,), this process's buffer, to be filled before `ready`.
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
+    views: a place for its users' views of `own`; later turns of this buffer and size are the same object.
     """
 
     def __init__(self, own: Tensor, pointers: Tensor, handle: Any) -> None:
         self.own, self.pointers, self._handle = own, pointers, handle
+        self.views: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def addresses(self) -> list[int]:
+        """The addresses of all ranks' buffers."""
+        return [int(pointer) for pointer in self._handle.buffer_ptrs]
 
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
@@ -94,6 +103,7 @@ class Peers:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._turn = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
+        self._turns: list[dict[int, Turn]] = [{}, {}]  # of each buffer, by size
 
     def take(self, size: int) -> Turn:
         """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
@@ -103,12 +113,18 @@ class Peers:
         kept = self._buffers[place]
         if kept is None or len(kept[0]) < size:
             kept = self._buffers[place] = self._made(place, size)
-        buffer, pointers, handle = kept
-        return Turn(buffer[:size], pointers, handle)
+        turns = self._turns[place]
+        if size not in turns:
+            if len(turns) == SIZES:
+                turns.clear()
+            buffer, pointers, handle = kept
+            turns[size] = Turn(buffer[:size], pointers, handle)
+        return turns[size]
 
     def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any]:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None
+        self._turns[place].clear()
         if kept is not None:
             import torch.distributed as dist
 
@@ -117,5 +133,5 @@ class Peers:
         del kept
         size = -(-int(size * GROWTH) // GRAIN) * GRAIN
         buffer, handle = symmetric_buffer(size, self._device, self._group())
-        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64).to(self._device)
+        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self._device)
         return buffer, pointers, handle

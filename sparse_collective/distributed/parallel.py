@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
-from cute_kernels.runtime.torch_compat import is_dtensor
+from cute_kernels.runtime.torch_compat import has_global_module_hook, is_dtensor
 
 from ..nn.gated import GatedBsrLinear, gated_linear
 from ..nn.grouped import BsrGroupedLinear
@@ -24,7 +24,6 @@ from ..nn.module import BsrModule
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
 from .exchange import index_of
-from .overlap import GatherLinear, LinearScatter, gathered_linear
 from .partition import Partition
 from .place import (
     Placed,
@@ -39,6 +38,7 @@ from .place import (
     replicate,
     row_input,
 )
+from .sequence import FeedForward, GatherLinear, LinearScatter, feed_forward, gathered_result
 from .state import PlacedState
 
 __all__ = ["TensorParallel", "parallelize"]
@@ -87,15 +87,15 @@ class TensorParallel(PlacedState):
     def overlapped(self, x: Tensor) -> Tensor:
         """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication beside the GEMM."""
         W, group, bias = self.weight, self.place.mesh.get_group(), self.own_bias()
-        flat, shape, watched = x.reshape(-1, x.shape[-1]), x.shape, (x, W, bias)
+        flat, shape = x.reshape(-1, x.shape[-1]), x.shape
         if self.place.dim:
             y = self.sum_after(LinearScatter.apply(flat, W.stored, W, group))
             return y.view(shape[0] // self.place.mesh.size(), *shape[1:-1], y.shape[-1])
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in watched):
+        if requires_gradient(x, W, bias):
             y = self.after(GatherLinear.apply(flat, W.stored, bias, W, group))
         else:
             columns = self.local_extent // (2 if getattr(self, "gated", False) else 1)
-            y = gathered_linear(flat, W, group, self.into, columns)[1]
+            y = gathered_result(flat, group, columns, self.into)
         return y.view(shape[0] * self.place.mesh.size(), *shape[1:-1], y.shape[-1])
 
     def overlaps(self, x: Any, routing: tuple, options: dict) -> bool:
@@ -106,7 +106,7 @@ class TensorParallel(PlacedState):
         """
         if not self.place.overlap or is_dtensor(x) or routing or options or x.dtype is not self.values.dtype:
             return False
-        if torch.is_autocast_enabled(x.device.type):
+        if recorded(x) or torch.is_autocast_enabled(x.device.type):
             return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
@@ -120,9 +120,7 @@ class TensorParallel(PlacedState):
         Raises:
             RuntimeError: they differ; on all ranks.
         """
-        if type(x) is not Tensor or torch.compiler.is_compiling():
-            return
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if type(x) is not Tensor or recorded(x):
             return
         shape = tuple(x.shape[:-1])
         check_same(
@@ -172,6 +170,21 @@ class TensorParallel(PlacedState):
         return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 
+def recorded(x: Tensor) -> bool:
+    """True if torch.compile or a CUDA graph records this call."""
+    return torch.compiler.is_compiling() or x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def hooked(layer: Any) -> bool:
+    """True if a call of a layer runs hooks."""
+    own = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
+    return any(own) or has_global_module_hook()
+
+
+def requires_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 class ParallelBsrLinear(TensorParallel, BsrLinear):
     """A BsrLinear over the ranks of a mesh."""
 
@@ -198,6 +211,27 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
 
     def after(self, z: Tensor) -> Tensor:
         return gate(z, self.activation)
+
+    def feed_forward(self, down: Any, x: Tensor) -> Tensor | None:
+        """down(self(x)) with one schedule for the communication of both layers; None if it does not support the call.
+
+        Both layers must have overlap=True, the same mesh and features, and no hooks.
+        """
+        if type(down) is not ParallelBsrLinear or not down.place.overlap or down.place.mesh != self.place.mesh:
+            return None
+        if 2 * down.local_extent != self.local_extent or down.values.dtype is not self.values.dtype:
+            return None
+        if hooked(self) or hooked(down) or not self.overlaps(x, (), {}):
+            return None
+        if not self.tokens_compared:
+            self.compare_tokens(x)
+        W, down_W, bias, group = self.weight, down.weight, self.own_bias(), self.place.mesh.get_group()
+        flat = x.reshape(-1, x.shape[-1])
+        if requires_gradient(x, W, down_W, bias):
+            y = FeedForward.apply(flat, W.stored, bias, down_W.stored, W, down_W, self.activation, group)
+        else:
+            y = feed_forward(flat, group, self.into, down_W)
+        return down.sum_after(y).view(*x.shape[:-1], -1)
 
 
 class ParallelBsrGroupedLinear(TensorParallel, BsrGroupedLinear):

@@ -84,7 +84,9 @@ class SwiGLU(nn.Module):
         return layer.train(gate_up.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+        both = getattr(type(self.gate_up), "feed_forward", None)  # of a tensor-parallel layer, see distributed/parallel
+        y = None if both is None else both(self.gate_up, self.down, x)
+        return self.down(self.gate_up(x)) if y is None else y
 
 
 def routing_of(choices: Tensor, experts: int, group_rows: int, elsewhere: bool = False) -> Padding:

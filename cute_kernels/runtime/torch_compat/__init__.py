@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 
 from .distributed import (
     all_gather_single,
-    gather_and_consume,
     is_dtensor,
-    produce_and_exchange,
     reduce_scatter_single,
     resize_fully_sharded,
     symmetric_buffer,
@@ -65,7 +63,6 @@ __all__ = [
     "forward_ad",
     "forward_operator",
     "functorch_active",
-    "gather_and_consume",
     "guard_attribute",
     "has_global_module_hook",
     "has_memory",
@@ -83,7 +80,6 @@ __all__ = [
     "order_of_matmul",
     "overrides_dispatch",
     "pending_writes",
-    "produce_and_exchange",
     "raw_stream",
     "reduce_scatter_single",
     "resize_fully_sharded",

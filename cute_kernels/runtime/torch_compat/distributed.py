@@ -1,9 +1,8 @@
-"""torch.distributed: FSDP2's parameters, and collectives beside GEMMs."""
+"""torch.distributed: FSDP2's parameters, collectives, and symmetric memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,44 +68,3 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
 
     buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
-
-
-def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
-    """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
-
-    On CUDA parts are copied through symmetric memory, and each is consumed on one of two streams as it arrives.
-    """
-    import torch.distributed as dist
-
-    if x.is_cuda:
-        from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume as pipelined
-
-        pipelined([x], lambda parts, rank: consume(parts[0], rank), [gathered], group.group_name)
-        return
-    all_gather_single(gathered, x, group)
-    for rank, part in enumerate(gathered.chunk(dist.get_world_size(group))):
-        consume(part, rank)
-
-
-def produce_and_exchange(produce: Callable[[int, Tensor], Any], summands: Tensor, group: Any) -> Tensor:
-    """Sum over ranks of their summands of this rank's rows; produce(rank, out) computes those for another rank.
-
-    Args:
-        summands: (ranks * t, ...), overwritten.
-
-    Returns:
-        (t, ...). On CUDA each rank's summand is sent through symmetric memory while the next one is computed.
-    """
-    import torch.distributed as dist
-
-    ranks = dist.get_world_size(group)
-    if summands.is_cuda:
-        from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as pipelined
-
-        pipelined(produce, summands, group.group_name)
-        return summands.unflatten(0, (ranks, -1)).sum(0)
-    for rank, part in enumerate(summands.chunk(ranks)):
-        produce(rank, part)
-    total = torch.empty_like(summands[: len(summands) // ranks])
-    reduce_scatter_single(total, summands, group)
-    return total
