@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective.distributed import BsrExpertParallel
-from sparse_collective.distributed.dispatch import Routing
+from sparse_collective.distributed.routing import Routing
 from sparse_collective.nn import BsrMixtureOfExperts
 
 from .cases_distributed import step_of

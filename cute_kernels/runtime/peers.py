@@ -95,6 +95,12 @@ class Peers:
         self._group, self._device, self._turn = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
 
+    @property
+    def room(self) -> int:
+        """Bytes of the next turn's buffer, the same on all ranks: so many can be taken without growth; 0 at first."""
+        kept = self._buffers[self._turn % 2]
+        return 0 if kept is None else len(kept[0])
+
     def take(self, size: int) -> Turn:
         """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
         replaced, which synchronizes."""
