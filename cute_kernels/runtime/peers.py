@@ -123,5 +123,7 @@ class Peers:
         del kept
         size = -(-int(size * GROWTH) // GRAIN) * GRAIN
         buffer, handle = symmetric_buffer(size, self._device, self._group())
-        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64).to(self._device)
+        offset = buffer.data_ptr() - int(handle.buffer_ptrs[self.rank])  # in the allocation that ranks share
+        addresses = [int(p) + offset for p in handle.buffer_ptrs]
+        pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device)
         return buffer, pointers, handle

@@ -14,7 +14,7 @@ from .config import MOST_EXPERTS, RESIDENT, VECTOR, WARPS, RowsFacts
 
 
 class Segments(NamedTuple):
-    """Where the rows of each expert and rank are in the layout of one rank.
+    """The rows of each expert and rank in the layout of one rank.
 
     table: (ranks, experts + 2) int64, where each rank's sorted rows of each expert begin.
     firsts: (experts of a rank * ranks + 1,) int32, the row of the layout where those of (expert, rank) begin.
