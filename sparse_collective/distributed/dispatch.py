@@ -2,9 +2,9 @@
 
 A call sorts its rows (tokens times top_k) by expert. Where the ranks read each other's memory, kernels move the rows:
 see peer_dispatch. Elsewhere (on the CPU, over several hosts) an all-to-all does: unicast, and no row but those that
-another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one
-synchronization for each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their
-rank sorted them: the order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
+another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one synchronization for
+each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their rank sorted them: the
+order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
 
 What needs no numbers is launched before the host waits for them; the padded layout is computed during the transfer:
 
@@ -165,7 +165,7 @@ def routed_over_ranks(
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
     """
-    peers = peers_of(mesh.get_group(), x.device)
+    peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
     if peers is not None and supports(x, weights, experts):
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)
     routing = ExchangeRouting(choices, experts, mesh)
