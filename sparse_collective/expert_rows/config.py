@@ -23,6 +23,7 @@ class RowsFacts:
         "combine"   sums of each token's rows
         "values"    an FP32 value for each row, back to its choice
     weighted: True if "combine" multiplies by weights, and if "gradient" returns those of weights.
+    local: True if one rank has all tokens and experts, as tensors instead of addresses.
     """
 
     family: ClassVar[str] = FAMILY
@@ -31,6 +32,7 @@ class RowsFacts:
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     weighted: bool = False
+    local: bool = False
 
     def key(self) -> str:
         """Cache key, stable across processes."""

@@ -1,4 +1,9 @@
-"""Launch the kernels that move rows of a mixture of experts. None of them synchronizes."""
+"""Launch the kernels that move rows of a mixture of experts. None of them synchronizes.
+
+`source` is the memory that rows are read from: (ranks,) int64, addresses of all ranks' buffers on the device, or the
+tensor itself where one rank has all tokens and experts. The order of choices and weights lie behind a rank's tokens:
+`order` and `weights` are bytes from there; or the tensors.
+"""
 
 from typing import Any, NamedTuple
 
@@ -53,81 +58,89 @@ def places_of(table: Tensor, order: Tensor, rank: int, k: int, group_rows: int) 
 
 
 def to_layout(
-    pointers: Tensor, segments: Segments, rows: int, columns: int, dtype: torch.dtype, order_at: int
+    source: Tensor, segments: Segments, rows: int, columns: int, dtype: torch.dtype, order: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tokens in the layout of this rank's experts, zeros in padding.
 
     Args:
-        pointers: (ranks,) int64, addresses of each rank's tokens, of `columns` elements of this dtype.
-        rows: of the layout.
-        order_at: bytes from a rank's tokens to its order.
+        source: tokens (T, columns) of this dtype.
+        rows: of the layout; those behind its last run get the number of experts in expert_ids.
+        order: (T * k,) int64.
 
     Returns:
         (rows, columns), and (rows / group_rows,) int32, the expert of each run, numbered from this rank's first.
     """
-    out = pointers.new_empty(rows, columns, dtype=dtype)
-    expert_ids = pointers.new_empty(rows // segments.group_rows, dtype=torch.int32)
+    out = source.new_empty(rows, columns, dtype=dtype)
+    expert_ids = source.new_empty(rows // segments.group_rows, dtype=torch.int32)
     if rows:
-        function, sms = _function(pointers, "dispatch", dtype, dtype)
-        _dispatch(function, sms, pointers, segments, out, expert_ids, None, None, order_at, 0)
+        function, sms = _function(source, "dispatch", dtype, dtype)
+        weights = 0 if isinstance(order, int) else None
+        _dispatch(function, sms, source, segments, out, expert_ids, None, None, order, weights)
     return out, expert_ids
 
 
 def gradient_of_layout(
-    pointers: Tensor, segments: Segments, dtype: torch.dtype, order_at: int, weights_at: int, out: Tensor,
-    y: Tensor | None, dots: Tensor | None,
+    source: Tensor, segments: Segments, dtype: torch.dtype, order: int | Tensor, weights: int | Tensor,
+    out: Tensor, y: Tensor | None, dots: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Gradients of the rows (rows, N) of which `from_layouts` made weighted sums, written to `out`.
 
     Args:
-        pointers: (ranks,) int64, addresses of the gradients of each rank's sums, of this dtype.
-        order_at, weights_at: bytes from them to a rank's order and its weights, (T * k,) float32.
+        source: gradients of the sums (T, N), of this dtype.
+        order, weights: (T * k,) int64 and float32.
         y: the rows, for gradients of weights; or None.
         dots: (rows,) float32 to be filled with the gradient of each row's weight, or None.
     """
     if len(out):
-        function, sms = _function(out, "gradient", dtype, out.dtype, dots is not None)
-        y = None if y is None else y.contiguous()
-        _dispatch(function, sms, pointers, segments, out, None, y, dots, order_at, weights_at)
+        function, sms = _function(source, "gradient", dtype, out.dtype, dots is not None)
+        y = None if y is None else aligned(y)
+        _dispatch(function, sms, source, segments, out, None, y, dots, order, weights)
     return out
 
 
 def from_layouts(
-    pointers: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtype, out: Tensor, k: int
+    source: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtype, out: Tensor, k: int
 ) -> Tensor:
     """Weighted sums of the rows of each token's choices, in FP32 and in their order, rounded once to `out` (T, N).
 
     Args:
-        pointers: (ranks,) int64, addresses of each rank's layout, of N elements of this dtype.
+        source: layouts (rows, N) of this dtype.
         weights: (T, k) float32; None is 1.
     """
     if len(out):
-        function, _ = _function(out, "combine", dtype, out.dtype, weights is not None)
-        function(pointers, places, weights, out, k)
+        function, _ = _function(source, "combine", dtype, out.dtype, weights is not None)
+        function(source, places, weights, out, k)
     return out
 
 
-def values_of(pointers: Tensor, places: Tensor) -> Tensor:
-    """(T * k,) float32: for each choice the value of its row; pointers: addresses of each rank's (rows,) float32."""
+def values_of(source: Tensor, places: Tensor) -> Tensor:
+    """(T * k,) float32: for each choice the value of its row, of `source`, (rows,) float32."""
     out = places.new_empty(places.shape, dtype=torch.float32)
     if len(out):
-        _function(places, "values", torch.float32, torch.float32)[0](pointers, places, out)
+        _function(source, "values", torch.float32, torch.float32)[0](source, places, out)
     return out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous and at an address that the kernels take."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % (VECTOR * x.element_size()) else x
 
 
 def _dispatch(
-    function: Any, sms: int, pointers: Tensor, segments: Segments, out: Tensor, expert_ids: Tensor | None,
-    y: Tensor | None, dots: Tensor | None, order_at: int, weights_at: int,
+    function: Any, sms: int, source: Tensor, segments: Segments, out: Tensor, expert_ids: Tensor | None,
+    y: Tensor | None, dots: Tensor | None, order: int | Tensor, weights: int | Tensor | None,
 ) -> None:  # fmt: skip
     table, firsts, *numbers = segments
     ctas = min(-(-len(out) // WARPS), sms * RESIDENT)
-    function(pointers, table, firsts, out, expert_ids, y, dots, order_at, weights_at, *numbers, ctas)
+    function(source, table, firsts, out, expert_ids, y, dots, order, weights, *numbers, ctas)
 
 
 def _function(
-    x: Tensor, step: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16,
+    source: Tensor, step: str, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype = torch.bfloat16,
     weighted: bool = False,
 ) -> tuple[Any, int]:  # fmt: skip
-    """The kernel's function, and the multiprocessors of the device of x."""
-    spec, sms = device_arch(x.get_device())
-    return families.function_for(RowsFacts(spec.target, step, NAMES[dtype], NAMES[out_dtype], weighted)), sms
+    """The kernel's function, and the multiprocessors of the device of `source`."""
+    spec, sms = device_arch(source.get_device())
+    local = source.dtype is not torch.int64
+    return families.function_for(RowsFacts(spec.target, step, NAMES[dtype], NAMES[out_dtype], weighted, local)), sms

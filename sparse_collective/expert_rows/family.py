@@ -28,20 +28,22 @@ class ExpertRows(Family):
         def rows(dtype: str):
             return fake_tensor(dtype, 2, 1, VECTOR)
 
-        step, weighted, number = facts.step, facts.weighted, Int32(1)
-        first = numbers()  # pointers, or in "places" order
+        step, weighted, local, number = facts.step, facts.weighted, facts.local, Int32(1)
         if step == "places":
-            return numbers(2), first, numbers(), numbers(1, "int32"), number, number, number, fake_stream()
+            return numbers(2), numbers(), numbers(), numbers(1, "int32"), number, number, number, fake_stream()
         if step == "values":
-            return first, numbers(), numbers(1, "float32"), fake_stream()
+            source = numbers(1, "float32") if local else numbers()
+            return source, numbers(), numbers(1, "float32"), fake_stream()
+        source = rows(facts.dtype) if local else numbers()
         if step == "combine":
             weights = numbers(2, "float32") if weighted else None
-            return first, numbers(), weights, rows(facts.out_dtype), number, fake_stream()
+            return source, numbers(), weights, rows(facts.out_dtype), number, fake_stream()
         back = step == "gradient"
         dots = (rows(facts.out_dtype), numbers(1, "float32")) if weighted else (None, None)
         ids = None if back else numbers(1, "int32")
-        shared = first, numbers(2), numbers(1, "int32")
-        return *shared, rows(facts.out_dtype), ids, *dots, Int64(0), Int64(0), *[number] * 4, fake_stream()
+        shared = source, numbers(2), numbers(1, "int32")
+        order, weights = (numbers(), numbers(1, "float32") if back else None) if local else (Int64(0), Int64(0))
+        return *shared, rows(facts.out_dtype), ids, *dots, order, weights, *[number] * 4, fake_stream()
 
     def unsupported(self, facts: RowsFacts) -> str:
         unknown = {facts.dtype, facts.out_dtype} - set(NAMES.values())
@@ -51,19 +53,22 @@ class ExpertRows(Family):
         target = arch_named(arch).target
         if quick:
             return [RowsFacts(target, "combine", weighted=True)]
-        found = [RowsFacts(target, "places"), RowsFacts(target, "values", "float32", "float32")]
-        for dtype in NAMES.values():
-            found.append(RowsFacts(target, "dispatch", dtype, dtype))
-            for step in ("gradient", "combine"):
-                found += [RowsFacts(target, step, dtype, dtype, weighted) for weighted in (False, True)]
-        for dtype in ("bfloat16", "float16"):  # under autocast tokens are FP32
-            found += [RowsFacts(target, "gradient", "float32", dtype, weighted) for weighted in (False, True)]
-            found.append(RowsFacts(target, "combine", dtype, "float32", True))
+        found = [RowsFacts(target, "places")]
+        for local in (False, True):
+            moves = [("values", "float32", "float32", False)]
+            for dtype in NAMES.values():
+                moves.append(("dispatch", dtype, dtype, False))
+                moves += [(step, dtype, dtype, w) for step in ("gradient", "combine") for w in (False, True)]
+            for dtype in ("bfloat16", "float16"):  # under autocast tokens are FP32
+                moves += [("gradient", "float32", dtype, weighted) for weighted in (False, True)]
+                moves.append(("combine", dtype, "float32", True))
+            found += [RowsFacts(target, *move, local) for move in moves]
         return found
 
     def describe(self, facts: RowsFacts) -> dict[str, str]:
         return {
-            "configuration": "weights" if facts.weighted else "-", "problem": facts.step,
+            "configuration": "weights" if facts.weighted else "-",
+            "problem": f"{facts.step}, one rank" if facts.local else facts.step,
             "operands": f"{facts.dtype} to {facts.out_dtype}",
         }  # fmt: skip
 

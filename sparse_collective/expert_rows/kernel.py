@@ -43,6 +43,11 @@ def last_upto(sFirsts: cute.Tensor, count: Int32, number: Int32) -> Int32:
     return low
 
 
+def first_of(pointers: cute.Tensor, rank: Int32, local: bool) -> Int64:
+    """Address of a rank's memory."""
+    return pointers.iterator.toint() if local else pointers[rank]
+
+
 def load(at: Int64, dtype, valid) -> cute.Tensor:
     """VECTOR elements at an address, as words; zeros if not `valid`."""
     words = cute.make_rmem_tensor(VECTOR * dtype.width // 32, Int32)
@@ -154,21 +159,21 @@ class Dispatch:
 
     def __init__(self, facts: RowsFacts):
         self.facts, self.smem_bytes, self.ahead = facts, facts.smem_bytes, facts.ahead
-        self.scaled = facts.step == "gradient"
+        self.scaled, self.local = facts.step == "gradient", facts.local
         self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
 
     @cute.jit
     def __call__(
         self,
-        pointers: cute.Tensor,  # (ranks,) int64: addresses of each rank's tokens, (T, N)
+        pointers: cute.Tensor,  # (ranks,) int64: addresses of each rank's tokens, (T, N); `local` the tokens
         table: cute.Tensor,  # as of Places
         firsts: cute.Tensor,
         out: cute.Tensor,  # (rows, N)
         expert_ids: cute.Tensor | None,  # (rows / group_rows,) int32, numbered from this rank's first
         y: cute.Tensor | None,  # (rows, N): result of the layers, for gradients of weights
         dots: cute.Tensor | None,  # (rows,) fp32: a row, before it is scaled, times the one of y
-        order_at: Int64,  # bytes from a rank's tokens to its order, (T * k,) int64
-        weights_at: Int64,  # bytes from them to its weights, (T * k,) fp32
+        order_at,  # Int64: bytes from a rank's tokens to its order, (T * k,) int64; `local` the order
+        weights_at,  # Int64: bytes from them to its weights, (T * k,) fp32; `local` the weights or None
         first_expert: Int32,
         k: Int32,
         group_rows: Int32,
@@ -188,12 +193,12 @@ class Dispatch:
     @cute.kernel
     def kernel(
         self, pointers: cute.Tensor, table: cute.Tensor, firsts: cute.Tensor, out: cute.Tensor,
-        expert_ids: cute.Tensor | None, y: cute.Tensor | None, dots: cute.Tensor | None, order_at: Int64,
-        weights_at: Int64, first_expert: Int32, k: Int32, group_rows: Int32,
+        expert_ids: cute.Tensor | None, y: cute.Tensor | None, dots: cute.Tensor | None, order_at, weights_at,
+        first_expert: Int32, k: Int32, group_rows: Int32,
     ):  # fmt: skip
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         sFirsts = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(MOST_EXPERTS + 4), 16)
-        ranks, segments = pointers.shape[0], firsts.shape[0] - 1
+        ranks, segments = 1 if self.local else pointers.shape[0], firsts.shape[0] - 1
         for i in cutlass.range(tidx, segments + 1, THREADS, unroll=1):
             sFirsts[i] = firsts[i]
         cute.arch.sync_threads()
@@ -206,13 +211,18 @@ class Dispatch:
                     expert_ids[place // group_rows] = e
             begin, row = table[r, first_expert + e], place - sFirsts[segment]
             valid = (segment < segments) & (Int64(row) < table[r, first_expert + e + 1] - begin)
-            tokens, number = pointers[r], begin + Int64(row)
-            choice = load_vector(tokens + order_at + number * 8, valid, stream=True, words=1, fresh=True)[0]
+            tokens, number = first_of(pointers, r, self.local), begin + Int64(row)
+            at = self.behind(tokens, order_at) + number * 8
+            choice = load_vector(at, valid, stream=True, words=1, fresh=True)[0]
             weight = None
             if const_expr(self.scaled):
-                at = tokens + weights_at + Int64(choice) * 4
+                at = self.behind(tokens, weights_at) + Int64(choice) * 4
                 weight = load_vector(at, valid, stream=True, words=1, fresh=True)[0]
             self.move(tokens, choice // k, valid, weight, out, y, dots, place, lane)
+
+    def behind(self, tokens: Int64, at) -> Int64:
+        """Address of a rank's order or weights."""
+        return at.iterator.toint() if self.local else tokens + at
 
     @cute.jit
     def move(
@@ -257,13 +267,13 @@ class Combine:
     """Compiles to the kernel of the step "combine"."""
 
     def __init__(self, facts: RowsFacts):
-        self.ahead = facts.ahead
+        self.ahead, self.local = facts.ahead, facts.local
         self.dtype, self.out_dtype = cutlass_dtype(facts.dtype), cutlass_dtype(facts.out_dtype)
 
     @cute.jit
     def __call__(
         self,
-        pointers: cute.Tensor,  # (ranks,) int64: addresses of each rank's layout, (rows, N)
+        pointers: cute.Tensor,  # (ranks,) int64: addresses of each rank's layout, (rows, N); `local` the layout
         places: cute.Tensor,  # (T * k,) int64, as of Places
         weights: cute.Tensor | None,  # (T, k) fp32
         out: cute.Tensor,  # (T, N)
@@ -296,7 +306,9 @@ class Combine:
                     weight = weights[token, j]
                 if valid:
                     owner = Int32(place >> OWNER)
-                row = pointers[owner] + (place & ((1 << OWNER) - 1)) * (Int64(out.shape[1]) * width)
+                row = first_of(pointers, owner, self.local) + (place & ((1 << OWNER) - 1)) * (
+                    Int64(out.shape[1]) * width
+                )
                 loaded = [load(row + at[u] * width, self.dtype, inside[u] & valid) for u in range(self.ahead)]
                 for u in range_constexpr(self.ahead):
                     values = floats(loaded[u], self.dtype)
@@ -316,12 +328,12 @@ class Values:
     """Compiles to the kernel of the step "values"."""
 
     def __init__(self, facts: RowsFacts):
-        self.ahead = facts.ahead
+        self.ahead, self.local = facts.ahead, facts.local
 
     @cute.jit
     def __call__(
         self,
-        pointers: cute.Tensor,  # (ranks,) int64: addresses of a value for each row of a rank's layout, (rows,) fp32
+        pointers: cute.Tensor,  # (ranks,) int64: addresses of each rank's (rows,) fp32; `local` these
         places: cute.Tensor,  # (T * k,) int64, as of Places
         out: cute.Tensor,  # (T * k,) fp32
         stream: cuda.CUstream,
@@ -338,7 +350,7 @@ class Values:
             valid, owner = place >= 0, Int32(0)
             if valid:
                 owner = Int32(place >> OWNER)
-            at = pointers[owner] + (place & ((1 << OWNER) - 1)) * 4
+            at = first_of(pointers, owner, self.local) + (place & ((1 << OWNER) - 1)) * 4
             bits[u] = load_vector(at, valid, stream=True, words=1, fresh=True)[0]
         values = cute.recast_tensor(bits, Float32)
         for u in range_constexpr(self.ahead):

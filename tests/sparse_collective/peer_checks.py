@@ -62,7 +62,7 @@ class SharedFiles(Peers):
         return buffers[self.rank], pointers, Mapped(buffers, group)
 
 
-def by_emulator(x, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, weighted=False):
+def by_emulator(source, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, weighted=False):
     """expert_rows.dispatch._function of an emulated GPU."""
     run = emulated(RowsFacts("sm_90a", step, NAMES[dtype], NAMES[out_dtype], weighted))
 
