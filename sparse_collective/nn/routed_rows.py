@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.runtime import front
-from cute_kernels.runtime.device import plans_kernel
+from cute_kernels.runtime.device import collected, plans_kernel
 
 from ..expert_rows.dispatch import (
     Segments,
@@ -48,10 +48,14 @@ class Rows(NamedTuple):
 
 def served(x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> bool:
     """True if the kernels take these tensors, in an eager call on plain ones; torch's operations take the others."""
-    if torch.compiler.is_compiling() or not plans_kernel(x.device) or front.hidden():
+    if torch.compiler.is_compiling() or not plans_kernel(x.device) or not supports(x, weights, experts):
+        return False
+    if collected() is not None:  # on fake tensors
+        return True
+    if front.hidden():
         return False
     plain = all(type(t) in (Tensor, Parameter) and not t.is_nested and not t.is_neg() for t in (x, choices, weights))
-    return plain and not x.is_meta and supports(x, weights, experts)
+    return plain and not x.is_meta
 
 
 def rows_of(keys: Tensor, order: Tensor, experts: int, k: int, group_rows: int) -> Rows:
