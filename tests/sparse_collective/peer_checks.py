@@ -102,6 +102,8 @@ def experts_between_peers(device):
             expert_checks.choices_that_are_no_expert,
             expert_checks.repeated_calls,
             expert_checks.frozen_and_recomputed,
+            expert_checks.trained_experts,
+            expert_checks.experts_with_fully_shard,
         ):
             torch.manual_seed(0)
             check(device)
