@@ -33,7 +33,7 @@ __all__ = ["Rows", "layout", "rows_of", "served", "sums"]
 
 
 class Rows(NamedTuple):
-    """Where the rows of a call are.
+    """Rows of a call: their number, and the place of each.
 
     rows: of the layout, an upper bound that depends on shapes alone.
     order: (T * k,) int64, the choice of each sorted row.

@@ -74,7 +74,7 @@ def test_results_and_gradients(where, name, dtype):
 
 @WHERE
 def test_second_derivatives(where):
-    """Of a gradient's norm, as a gradient penalty has it."""
+    """Gradients of a gradient's norm, as a gradient penalty has them."""
     x, choices, weights, matrices, dy = operands(where, "choices elsewhere")
     found = []
     for way in (lambda *args: by_kernels(where, *args), by_torch):
