@@ -68,7 +68,7 @@ def test_results_and_gradients(where, name, dtype):
         assert y.dtype is dtype
         found.append([y, *(leaf.grad for leaf in leaves)])
     for mine, right in zip(*found, strict=True):
-        slack = 2e-2 if dtype is torch.bfloat16 else 1e-5
+        slack = 2e-2 if dtype is torch.bfloat16 else 1e-4
         torch.testing.assert_close(mine, right, rtol=slack, atol=slack)
 
 
@@ -85,7 +85,7 @@ def test_second_derivatives(where):
             sum(first.square().sum() for first in firsts).backward()
         found.append([leaf.grad for leaf in leaves])
     for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu
