@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective.distributed import BsrExpertParallel
-from sparse_collective.distributed.dispatch import Routing
+from sparse_collective.distributed.routing import Routing
 from sparse_collective.nn import BsrMixtureOfExperts
 
 from .cases_distributed import step_of
@@ -56,7 +56,7 @@ def named(alone: torch.nn.Module, model: torch.nn.Module) -> tuple:
 
 
 def traffic(model: BsrMixtureOfExperts, x: torch.Tensor, mesh) -> dict:
-    """Megabytes that a rank sends to others in each all-to-all, and the largest rank's rows over the mean."""
+    """Megabytes of rows that a rank sends to others, and as many come back; the largest rank's rows over the mean."""
     with torch.no_grad():
         moved = torch.tensor(Routing(model.route(x)[1], EXPERTS, mesh).read(), dtype=torch.float64)
     sent = (moved.sum() - moved.trace()) / mesh.size()

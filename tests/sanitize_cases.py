@@ -327,6 +327,20 @@ def of_sharded_masks(path: str) -> None:
     sharded.test_many_tiles(DEVICE, 6)
 
 
+def of_expert_rows(path: str) -> None:
+    """Rows of experts, to the layouts of two ranks and back, and of one GPU's layer."""
+    from .sparse_collective import test_expert_rows as rows
+    from .sparse_collective import test_routed_rows as routed
+
+    if DEVICE != "cuda":  # compared with torch operations
+        return
+    for name in ("two ranks", "one rank has none"):
+        rows.test_tokens_to_layouts(DEVICE, name, "bf16")
+        rows.test_sums_of_layouts(DEVICE, name, "bf16")
+        rows.test_gradients(DEVICE, name, "bf16")
+    routed.test_results_and_gradients(DEVICE, "choices elsewhere", torch.bfloat16)
+
+
 def of_block_selection(path: str) -> None:
     """Scores of an indexer by kernels, and the top k of ragged rows by warps and by CTAs, compacted and not."""
     from .attention import test_top_blocks as tops
@@ -410,6 +424,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "union tiles": of_union_tiles,  # likewise
     "tables of selected blocks": of_selected_tables,  # likewise
     "sharded masks": of_sharded_masks,  # likewise
+    "expert rows": of_expert_rows,  # likewise
     "FP8 attention": of_float8_attention,
     "attention, gathered blocks": of_gathered_blocks,
     "attention, gradients of gathered blocks": of_gathered_gradients,

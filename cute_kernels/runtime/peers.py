@@ -78,8 +78,8 @@ class Turn:
 
     @functools.cached_property
     def addresses(self) -> list[int]:
-        """The addresses of all ranks' buffers."""
-        return [int(pointer) for pointer in self._handle.buffer_ptrs]
+        """The addresses of all ranks' buffers. The first time it synchronizes."""
+        return self.pointers.tolist()
 
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
@@ -104,6 +104,12 @@ class Peers:
         self._group, self._device, self._turn = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
         self._turns: list[dict[int, Turn]] = [{}, {}]  # of each buffer, by size
+
+    @property
+    def room(self) -> int:
+        """Bytes of the next turn's buffer, the same on all ranks: so many can be taken without growth; 0 at first."""
+        kept = self._buffers[self._turn % 2]
+        return 0 if kept is None else len(kept[0])
 
     def take(self, size: int) -> Turn:
         """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
@@ -133,5 +139,7 @@ class Peers:
         del kept
         size = -(-int(size * GROWTH) // GRAIN) * GRAIN
         buffer, handle = symmetric_buffer(size, self._device, self._group())
-        pointers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=self._device)
+        offset = buffer.data_ptr() - int(handle.buffer_ptrs[self.rank])  # in the allocation that ranks share
+        addresses = [int(p) + offset for p in handle.buffer_ptrs]
+        pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device)
         return buffer, pointers, handle

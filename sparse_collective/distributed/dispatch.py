@@ -1,9 +1,10 @@
 """Expert parallelism: tokens go to the ranks that hold their experts, and results come back.
 
-A call sorts its rows (tokens times top_k) by expert, and moves them by an all-to-all: unicast, and no row but those
-that another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one
-synchronization for each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their
-rank sorted them: the order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
+A call sorts its rows (tokens times top_k) by expert. Where the ranks read each other's memory, kernels move the rows:
+see peer_dispatch. Elsewhere (on the CPU, over several hosts) an all-to-all does: unicast, and no row but those that
+another rank's experts multiply. Ranks exchange the numbers of rows first, which the host reads: one synchronization for
+each layer, in forward alone. Rows that arrive are ordered by expert, then by rank, then as their rank sorted them: the
+order of one process that has the tokens of all ranks. Gradients have it, too, and use no atomics.
 
 What needs no numbers is launched before the host waits for them; the padded layout is computed during the transfer:
 
@@ -15,7 +16,6 @@ What needs no numbers is launched before the host waits for them; the padded lay
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,25 +23,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cute_kernels.runtime.torch_compat import all_gather_single
+from cute_kernels.runtime.peers import peers_of
 
-from ..nn.feed_forward import combined, sorted_choices
+from ..expert_rows.dispatch import supports
+from ..nn.feed_forward import combined
+from .peer_dispatch import routed_over_peers
+from .routing import Layers, Routing
 
-__all__ = ["Routing", "routed_over_ranks"]
-
-Layers = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
+__all__ = ["routed_over_ranks"]
 
 
-class Routing:
-    """Destinations of the rows of a call, and the numbers of rows that ranks exchange.
+class ExchangeRouting(Routing):
+    """A Routing whose rows are exchanged by an all-to-all.
 
-    order: (T * k,) int64, the choice that each sorted row is of; choice i is of token i // k.
     slots: (T * k,) int64, the sorted row of each choice.
 
     After `read`:
 
     leaving, arriving: rows to each rank, and from each rank.
-    table: for each rank, where the rows of each expert begin, and the numbers of those of no expert.
 
     After `lay_out`, for the A rows that arrive and the padded layout that the grouped GEMM reads:
 
@@ -51,43 +50,18 @@ class Routing:
     """
 
     leaving: list[int]
-    table: list[list[int]]
     arriving: list[int]
     places: Tensor
     sources: Tensor
     expert_ids: Tensor
 
     def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
-        self.group, self.rank, self.experts, self.k = mesh.get_group(), mesh.get_local_rank(), experts, choices.shape[1]
-        self.each = experts // mesh.size()
-        keys, self.order = sorted_choices(choices, experts)
-        # Where each expert's rows begin. Before the first and behind the last are choices that are no expert.
-        numbers = torch.arange(experts + 2, device=keys.device, dtype=keys.dtype)
-        begins = torch.searchsorted(keys, numbers)  # (experts + 2,)
-        table = begins.new_empty(mesh.size() * len(begins))
-        all_gather_single(table, begins, self.group)
-        self._table = table.view(mesh.size(), -1).to("cpu", non_blocking=True)
-        self._copied = None if keys.device.type == "cpu" else torch.get_device_module(keys.device).Event()
-        if self._copied is not None:
-            self._copied.record()
-        self.slots = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(keys), device=keys.device))
+        super().__init__(choices, experts, mesh)
+        rows = torch.arange(len(self.order), device=self.order.device)
+        self.slots = torch.empty_like(self.order).scatter_(0, self.order, rows)
 
     def read(self) -> list[list[int]]:
-        """Wait for the numbers of rows, from each rank to each. Synchronizes.
-
-        Raises:
-            ValueError: a choice of a rank is not an expert; on all ranks, so that none waits for those that raised.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
-        self.table = table = self._table.tolist()
-        wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
-        if any(wrong.values()):
-            ranks = dist.get_process_group_ranks(self.group)
-            found = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
-            raise ValueError(f"choices must be in [0, {self.experts}), the experts of all ranks; {found} are not")
-        cuts = range(0, self.experts + 1, self.each)
-        rows = [[line[end] - line[begin] for begin, end in itertools.pairwise(cuts)] for line in table]
+        rows = super().read()
         self.leaving, self.arriving = rows[self.rank], [line[self.rank] for line in rows]
         return rows
 
@@ -98,7 +72,7 @@ class Routing:
         processes of a host 30 ms.
         """
         begin, total, device = self.rank * self.each, sum(self.arriving), self.order.device
-        own = [line[begin : begin + self.each + 1] for line in self.table]
+        own = self.table[:, begin : begin + self.each + 1].tolist()
         counts = [[end - start for start, end in itertools.pairwise(line)] for line in own]  # (ranks, experts)
         runs = [-(-sum(column) // group_rows) for column in zip(*counts, strict=True)]
         # Place of each expert's next row
@@ -191,6 +165,9 @@ def routed_over_ranks(
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
     """
-    routing = Routing(choices, experts, mesh)
+    peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
+    if peers is not None and supports(x, weights, experts):
+        return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)
+    routing = ExchangeRouting(choices, experts, mesh)
     y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids)
     return combined(Return.apply(y, routing).unflatten(0, choices.shape), weights, x.dtype)

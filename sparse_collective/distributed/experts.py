@@ -122,9 +122,10 @@ class BsrExpertParallel(ParallelStyle):
     """Deal the experts of a mixture of experts to the ranks of a mesh.
 
     Takes BsrMixtureOfExperts and BsrExperts, of any density. Each rank holds experts / ranks of them, in the order of
-    ranks, and passes its own tokens to forward. Tokens go to the ranks that hold their experts by an all-to-all, and
-    results come back by another one; results and their order are those of one process. Numbers of tokens may differ
-    between ranks, and be 0. All ranks call forward and backward together.
+    ranks, and passes its own tokens to forward. Tokens go to the ranks that hold their experts, and results come back;
+    results and their order are those of one process. On GPUs of one host, kernels read both from other ranks' memory,
+    in two buffers of each rank, of which the larger has room for its experts' results; elsewhere all-to-alls move them.
+    Numbers of tokens may differ between ranks, and be 0. All ranks call forward and backward together.
 
     `values` become DTensors placed as Shard(0). state_dict() is one process's, as of tensor-parallel layers. Other
     parameters stay as they are: the router is whole on each rank, and its gradient is that of this rank's tokens, as of

@@ -13,6 +13,7 @@ from cute_kernels.reference import GATE
 from cute_kernels.runtime import front
 
 from ..padded_rows import Padding, padding_of, spread, taken
+from . import routed_rows
 from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
@@ -139,6 +140,9 @@ def routed(
         layers: of the padded tokens (rows, K) and the expert of each run, the result (rows, N).
         elsewhere: True if choices may also be `experts` and more; their weights must be 0.
     """
+    if routed_rows.served(x, choices, weights, experts):
+        rows = routed_rows.rows_of(*sorted_choices(choices, experts), experts, choices.shape[1], group_rows)
+        return routed_rows.sums(layers(*routed_rows.layout(x, rows)), weights, rows, x.dtype)
     padding = routing_of(choices, experts, group_rows, elsewhere)
     y = layers(spread(x, padding, choices.shape[1]), padding.groups)
     return combined(taken(y, padding).unflatten(0, choices.shape), weights, x.dtype)

@@ -79,12 +79,13 @@ def machine() -> ctypes.CDLL:
     return library
 
 
-_SETTINGS = {"sms": 4, "seed": 1, "check_proxies": True}
+_SETTINGS: dict[str, Any] = {"sms": 4, "seed": 1, "check_proxies": True, "memory": ()}
 
 
 @contextlib.contextmanager
 def emulator(**settings: Any):
-    """Inside the block: `sms` multiprocessors, the `seed` of all that is left to chance, `check_proxies`."""
+    """Inside the block: `sms` multiprocessors, the `seed` of all that is left to chance, `check_proxies`, and `memory`,
+    tensors that kernels may touch besides their arguments."""
     before = dict(_SETTINGS)
     _SETTINGS.update(settings)
     try:
@@ -176,6 +177,7 @@ def _load(text: str) -> int:
 
 def _prepare(module: int, tensors: list[torch.Tensor]) -> None:
     """Before a launch: kernels of this module may touch these tensors alone."""
+    tensors = [*tensors, *_SETTINGS["memory"]]
     bounds = [x for t in tensors for x in _span(t)]
     machine().emu_allocations(len(tensors), (ctypes.c_uint64 * len(bounds))(*bounds))
     machine().emu_configure(module, _SETTINGS["sms"], _SETTINGS["seed"], int(_SETTINGS["check_proxies"]))

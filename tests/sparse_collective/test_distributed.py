@@ -9,9 +9,9 @@ import torch
 from sparse_collective.distributed import register_optimizer_hooks
 
 from ..ranks import Ranks
-from . import checkpoint_checks, distributed_checks, expert_checks, fsdp_checks
+from . import checkpoint_checks, distributed_checks, expert_checks, fsdp_checks, peer_checks
 
-MODULES = (distributed_checks, fsdp_checks, expert_checks, checkpoint_checks)
+MODULES = (distributed_checks, fsdp_checks, expert_checks, checkpoint_checks, peer_checks)
 CHECKS = [f"{module.__name__}:{check.__name__}" for module in MODULES for check in module.CHECKS]
 
 

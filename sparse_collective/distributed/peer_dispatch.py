@@ -1,0 +1,167 @@
+"""Expert parallelism on one host: kernels read tokens and results from the memory of other ranks.
+
+A rank publishes its tokens and the order that sorts its choices. One kernel fills the padded layout of its experts from
+all ranks' tokens. The results are published likewise, and one kernel adds those of each token. There are no buffers for
+sending, and no copies between the order of a transfer and that of the layout. The host reads the table of where each
+rank's rows of each expert begin, for the number of rows in the layout; all else is computed on the device:
+
+    stream    sort [ exchange table ] copy tokens, barrier, places      dispatch  experts   copy y, barrier, combine
+    host                                        waits for the table -> launches                              <- time
+
+Gradients go the same ways: those of the sums to the layouts, times weights, and those of the layouts to tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.runtime.peers import Peers, Turn
+
+from ..expert_rows.dispatch import from_layouts, gradient_of_layout, places_of, to_layout, values_of
+from .routing import Layers, Routing
+
+__all__ = ["routed_over_peers"]
+
+ORDER, WEIGHT = 8, 4  # bytes of a choice in the order of choices, and of its weight
+LEAST = 16  # bytes of a turn
+
+
+class PeerRouting(Routing):
+    """A Routing of which the layouts are read and written by kernels.
+
+    After `receive`:
+
+    rows: of each rank's layout.
+    tokens: the largest number of tokens of a rank.
+    """
+
+    rows: list[int]
+    tokens: int
+
+    def __init__(self, choices: Tensor, experts: int, group_rows: int, mesh: Any, peers: Peers) -> None:
+        super().__init__(choices, experts, mesh)
+        self.peers, self.group_rows = peers, group_rows
+
+    def publish(self, x: Tensor, weights: Tensor | None, turn: Turn, tokens: int) -> None:
+        """Copy x (T, N), the order and weights (T, k) to this rank's buffer, which has room for so many tokens."""
+        fill(turn.own, 0, x)
+        order_at, weights_at = self.offsets(x, tokens)
+        fill(turn.own, order_at, self.order)
+        if weights is not None:
+            fill(turn.own, weights_at, weights)
+
+    def offsets(self, x: Tensor, tokens: int) -> tuple[int, int]:
+        """Bytes from the tokens to the order, and to weights, in a buffer for so many tokens."""
+        order_at = tokens * x.shape[1] * x.element_size()
+        return order_at, order_at + tokens * self.k * ORDER
+
+    def size(self, x: Tensor, tokens: int) -> int:
+        return tokens * (x.shape[1] * x.element_size() + self.k * (ORDER + WEIGHT))
+
+    def receive(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Publish tokens, and return the layout of those that this rank's experts multiply. Synchronizes.
+
+        Tokens are published before the host knows how many other ranks have, if the buffer has room for them. If it has
+        not for those of another rank, all ranks do so again.
+        """
+        turn, room = None, self.peers.room
+        published = room // self.size(x, 1)  # tokens that there is room for
+        if room:
+            turn = self.peers.take(room)
+            if len(x) <= published:
+                self.publish(x, None, turn, published)
+            turn.ready()
+        self.places, self.segments = places_of(self.starts, self.order, self.rank, self.k, self.group_rows)
+        self.wait()
+        counts = self.table.diff()[:, :-1].sum(0)  # (experts,)
+        runs = counts.add(self.group_rows - 1).div(self.group_rows, rounding_mode="floor")
+        self.rows = (runs.view(-1, self.each).sum(1) * self.group_rows).tolist()
+        self.tokens = int(self.table[:, -1].max()) // self.k
+        if turn is None or self.tokens > published:
+            published = self.tokens
+            turn = self.take(self.size(x, published))
+            self.publish(x, None, turn, published)
+            turn.ready()
+        order_at, _ = self.offsets(x, published)
+        rows = self.rows[self.rank]
+        return to_layout(turn.pointers, self.segments, rows, x.shape[1], x.dtype, order_at)
+
+    def take(self, size: int) -> Turn:
+        return self.peers.take(max(size, LEAST))
+
+    def sums(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """(T, N) sums of the rows of this rank's choices, from the y (rows, N) of all ranks."""
+        turn = self.take(max(self.rows) * y.shape[1] * y.element_size())
+        fill(turn.own, 0, y)
+        turn.ready()
+        out = y.new_empty(len(self.order) // self.k, y.shape[1], dtype=dtype)
+        return from_layouts(turn.pointers, self.places, weights, y.dtype, out, self.k)
+
+    def gradients(
+        self, grad: Tensor, y: Tensor | None, weights: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of y (rows, N) and, unless it is None, of weights (T, k), of those of the sums (T, N)."""
+        turn = self.take(self.size(grad, self.tokens))
+        self.publish(grad, weights, turn, self.tokens)
+        turn.ready()
+        dy = grad.new_empty(self.rows[self.rank], grad.shape[1], dtype=dtype)
+        published = turn.pointers, self.segments, grad.dtype, *self.offsets(grad, self.tokens)
+        if y is None:
+            return gradient_of_layout(*published, dy, None, None), None
+        back = self.take(max(self.rows) * WEIGHT)
+        dots = back.own[: len(y) * WEIGHT].view(torch.float32)
+        gradient_of_layout(*published, dy, y, dots)
+        back.ready()
+        return dy, values_of(back.pointers, self.places).view(weights.shape)
+
+
+def fill(buffer: Tensor, begin: int, x: Tensor) -> None:
+    """Copy x to uint8 memory, from byte `begin` on."""
+    end = begin + x.numel() * x.element_size()
+    buffer[begin:end].view(x.dtype).view(x.shape).copy_(x)
+
+
+class Dispatch(torch.autograd.Function):
+    """(rows, K) the tokens x (T, K) of all ranks in this rank's layout, and the expert of each run."""
+
+    @staticmethod
+    def forward(ctx, x, routing):
+        ctx.routing, ctx.dtype = routing, x.dtype
+        rows, expert_ids = routing.receive(x)
+        ctx.mark_non_differentiable(expert_ids)
+        return rows, expert_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        return ctx.routing.sums(dy, None, ctx.dtype), None
+
+
+class Combine(torch.autograd.Function):
+    """(T, N) weighted sums of the results y (rows, N) in the layouts of all ranks."""
+
+    @staticmethod
+    def forward(ctx, y, weights, routing, dtype):
+        ctx.routing, ctx.dtypes = routing, (y.dtype, weights.dtype)
+        weights = weights.float().contiguous()
+        ctx.save_for_backward(weights, y if ctx.needs_input_grad[1] else None)
+        return routing.sums(y, weights, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weights, y), (dtype, weights_dtype) = ctx.saved_tensors, ctx.dtypes
+        dy, dweights = ctx.routing.gradients(grad, y, weights, dtype)
+        return dy, None if dweights is None else dweights.to(weights_dtype), None, None
+
+
+def routed_over_peers(
+    x: Tensor, choices: Tensor, weights: Tensor, experts: int, group_rows: int, layers: Layers, mesh: Any, peers: Peers
+) -> Tensor:
+    """dispatch.routed_over_ranks for ranks that read each other's memory; see there."""
+    routing = PeerRouting(choices, experts, group_rows, mesh, peers)
+    return Combine.apply(layers(*Dispatch.apply(x, routing)), weights, routing, x.dtype)

@@ -1,0 +1,70 @@
+"""Destinations of the rows of a call of expert parallelism, which ranks exchange."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cute_kernels.runtime.torch_compat import all_gather_single
+
+from ..nn.feed_forward import sorted_choices
+
+__all__ = ["Layers", "Routing"]
+
+Layers = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
+
+
+class Routing:
+    """The rows of a call, sorted by expert, and where each rank's rows of each expert begin.
+
+    each: experts of a rank.
+    order: (T * k,) int64, the choice that each sorted row is of; choice i is of token i // k.
+    starts: (ranks, experts + 2) int64 on the device, where each rank's rows of each expert begin. Before the first, and
+        behind the last one, are choices of no expert.
+
+    After `wait`:
+
+    table: starts on the CPU.
+    """
+
+    table: Tensor
+
+    def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
+        self.group, self.rank, self.experts, self.k = mesh.get_group(), mesh.get_local_rank(), experts, choices.shape[1]
+        self.each = experts // mesh.size()
+        keys, self.order = sorted_choices(choices, experts)
+        numbers = torch.arange(experts + 2, device=keys.device, dtype=keys.dtype)
+        begins = torch.searchsorted(keys, numbers)  # (experts + 2,)
+        gathered = begins.new_empty(mesh.size() * len(begins))
+        all_gather_single(gathered, begins, self.group)
+        self.starts = gathered.view(mesh.size(), -1)
+        self._table = self.starts.to("cpu", non_blocking=True)
+        self._copied = None if keys.device.type == "cpu" else torch.get_device_module(keys.device).Event()
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Wait for the table of all ranks. Synchronizes.
+
+        Raises:
+            ValueError: a choice of a rank is not an expert; on all ranks, so that none waits for those that raised.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.table = table = self._table
+        wrong = (table[:, 0] + table[:, -1] - table[:, -2]).tolist()
+        if any(wrong):
+            ranks, totals = dist.get_process_group_ranks(self.group), table[:, -1].tolist()
+            found = ", ".join(f"{n} of {totals[i]} on rank {ranks[i]}" for i, n in enumerate(wrong) if n)
+            raise ValueError(f"choices must be in [0, {self.experts}), the experts of all ranks; {found} are not")
+
+    def read(self) -> list[list[int]]:
+        """Wait for the table, and return the numbers of rows from each rank to each. Raises as `wait` does."""
+        self.wait()
+        cuts = self.table[:, 0 : self.experts + 1 : self.each].tolist()
+        return [[end - begin for begin, end in itertools.pairwise(line)] for line in cuts]
