@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 
 from .distributed import (
     all_gather_single,
+    copy_each,
     gather_and_consume,
     is_dtensor,
     produce_and_exchange,
@@ -56,6 +57,7 @@ __all__ = [
     "any_autocast",
     "compiled_with_cuda_graphs",
     "constant_variable",
+    "copy_each",
     "count_flops",
     "current_device",
     "decomposition_of",

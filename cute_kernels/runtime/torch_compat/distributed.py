@@ -71,6 +71,12 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
     return buffer, symmetric.rendezvous(buffer, group)
 
 
+def copy_each(to: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to a tensor of its shape, by few kernels; sources may be in another GPU's memory."""
+    if to:
+        torch._foreach_copy_(to, sources)
+
+
 def gather_and_consume(x: Tensor, consume: Callable[[Tensor, int], Any], gathered: Tensor, group: Any) -> None:
     """All-gather x (t, ...) into `gathered` (ranks * t, ...); call consume(part, rank) for each rank's part of it.
 
