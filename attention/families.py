@@ -7,9 +7,9 @@ from .forward.family import FLASH_FORWARD, VALUES
 from .masks.sharded.family import SHARDED_MASKS
 from .masks.transposed.family import TRANSPOSED_LISTS
 from .selected.decode.family import SELECTED_DECODE
-from .selected.selection.family import SCORES, TOP
+from .selected.selection.family import SCORES, SUMS, TOP
 from .selected.tables.family import SELECTED_TABLES
 from .selected.unions.family import UNIONS
 
 __all__ = ["DECODE", "FLASH_BACKWARD", "FLASH_FORWARD", "GATHER_BACKWARD", "SCORES", "SELECTED_DECODE"]
-__all__ += ["SELECTED_TABLES", "SHARDED_MASKS", "TOP", "TRANSPOSED_LISTS", "UNIONS", "VALUES"]
+__all__ += ["SELECTED_TABLES", "SHARDED_MASKS", "SUMS", "TOP", "TRANSPOSED_LISTS", "UNIONS", "VALUES"]

@@ -348,6 +348,7 @@ def of_block_selection(path: str) -> None:
     if DEVICE != "cuda":  # the kernels' inputs are not those of the torch ops that stand in for them
         return
     with cute_kernels.path(path):
+        tops.test_sums("cuda", (1, 1, 3, 20, 40), torch.float16)
         for blocks, top in ((61, 5), (253, 16), (2001, 40), (9001, 512)):
             for kind in ("normal", "few values", "ascending"):
                 score = tops.SCORES_OF[kind](1, 2, 3, blocks)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 def averaged(k: Tensor, block_size: int) -> Tensor:
     """Mean over each block in FP32, rounded to k's dtype, (B, heads, blocks, D); the last block may be shorter."""
-    columns, past = k.shape[2], -k.shape[2] % block_size
-    total = nnf.pad(k, (0, 0, 0, past)).unflatten(2, (-1, block_size)).sum(3, dtype=torch.float32)
-    ends = (torch.arange(total.shape[2], device=k.device) + 1) * block_size
-    return (total / (block_size - (ends - columns).clamp(min=0))[:, None]).to(k.dtype)
+    whole = k.shape[2] // block_size * block_size
+    mean = k[:, :, :whole].unflatten(2, (-1, block_size)).mean(3, dtype=torch.float32)
+    if rest := k.shape[2] - whole:
+        mean = torch.cat([mean, k[:, :, whole:].sum(2, keepdim=True, dtype=torch.float32) / rest], 2)
+    return mean.to(k.dtype)
 
 
 def largest(score: Tensor, position: Tensor, block_size: int, causal: bool) -> Tensor:

@@ -109,6 +109,17 @@ def test_expanded_keys_are_copied_for_tma():
     assert torch.equal(found, plainly(q, k[:1].expand(2, -1, -1, -1), 3, 16, **terms))
 
 
+@PLACES
+def test_sums_of_heads_above_the_range_of_fp16(where):
+    q, k = (t.half() for t in indexer(20, 70, heads=8, D=64))
+    q *= torch.where(torch.arange(20)[:, None] % 2 == 0, 30_000, 1)
+    terms = {"groups": 2, "causal": True}
+    on = where if where == "cuda" else "cpu"
+    with on_emulator(where) if where.startswith("sm_") else nullcontext(), poisoned_empty():
+        found = select_blocks(q.to(on), k.to(on), 3, 4, **terms)
+    assert torch.equal(found.cpu(), plainly(q, k, 3, 4, **terms))
+
+
 def test_no_rows_and_no_columns():
     assert select_blocks(*indexer(0, 20), 3, 4).shape == (2, 0, 3)
     assert (select_blocks(*indexer(5, 0), 3, 4, groups=2) == -1).all()

@@ -47,9 +47,9 @@ class TopFacts:
 
     @property
     def smem_bytes(self) -> int:
-        """Keys and blocks of the buffer, histograms, and four numbers per warp, and three more."""
+        """Keys and blocks of the buffer, histograms, four numbers per warp, and three more; blocks of a warp's row."""
         if not self.capacity:
-            return WARPS * WARP * self.values * 8
+            return WARPS * WARP * self.values * 4
         return 8 * self.capacity + 4 * DIGIT * DIGITS + 16 * self.threads // WARP + 16
 
 

@@ -1,12 +1,13 @@
-"""Kernel families of the exact top k of rows of scores, and of an indexer's scores."""
+"""Kernel families of the exact top k of rows of scores, of an indexer's scores, and of sums of its heads."""
 
 from cute_kernels.arch import arch_named
 from cute_kernels.runtime.fake import fake_stream, fake_tensor
 from cute_kernels.runtime.families import Family, register
 
-from . import score_config
+from . import score_config, sums
 from .config import CAPACITIES, VECTOR, TopFacts, facts_for
 from .score_config import ScoreFacts
+from .sums import SumFacts
 
 
 class Top(Family):
@@ -102,5 +103,32 @@ class Scores(Family):
         }
 
 
+class Sums(Family):
+    """Sums of an indexer's heads, as two 16-bit numbers."""
+
+    name = SumFacts.family
+
+    def entry(self, facts: SumFacts):
+        from .sum_kernel import SumHeads
+
+        return SumHeads(facts)
+
+    def arguments(self, facts: SumFacts) -> tuple:
+        return *(fake_tensor(facts.dtype, 4, 3, sums.VECTOR) for _ in range(2)), fake_stream()
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[SumFacts]:
+        """Indexers with heads of 128, and one kernel of each other kind."""
+        calls = [("bfloat16", 128, 16)] if quick else [("bfloat16", 128, 16), ("float16", 64, 3), ("float16", 256, 8)]
+        return [sums.facts_for(arch_named(arch).target, *call) for call in calls]
+
+    def describe(self, facts: SumFacts) -> dict[str, str]:
+        return {
+            "configuration": f"{facts.lanes} threads per row, {facts.batch} loads",
+            "problem": f"D {facts.lanes * sums.VECTOR}",
+            "operands": facts.dtype,
+        }
+
+
 TOP = register(Top())
 SCORES = register(Scores())
+SUMS = register(Sums())

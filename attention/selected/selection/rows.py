@@ -62,9 +62,15 @@ def key_of(score: Float32) -> Int32:
 @cute.jit
 def below(key: Int32) -> Float32:
     """A number such that all scores whose key is larger are larger, and no others; NaN where that is all scores."""
-    bits = key
     if key == -1:  # -0.0, which is not below 0.0
-        bits = Int32(-2)
+        key = Int32(-2)
+    return score_of(key)
+
+
+@cute.jit
+def score_of(key: Int32) -> Float32:
+    """The score that has a key."""
+    bits = key
     if bits < 0:
         bits = bits ^ 0x7FFFFFFF
     words = cute.make_rmem_tensor(1, Int32)

@@ -8,10 +8,10 @@ from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.device import device_arch, forced_path
 from cute_kernels.runtime.families import function_for
 
-from ...checks import tma_ready
 from ..pooling import averaged, largest
 from .config import VECTOR
 from .score_config import HEAD_DIMS, POOLS, ScoreFacts, facts_for
+from .sums import aligned, split_sums
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -82,15 +82,6 @@ class KernelScores(TorchScores):
         return scores
 
 
-def aligned(x: Tensor, head_dim: int) -> Tensor:
-    """x (B, H, S, D) with D padded to head_dim by zeros and contiguous, other strides multiples of 16 bytes and, as TMA
-    requires, none 0 that an extent above 1 has."""
-    if x.shape[3] < head_dim:
-        return nnf.pad(x, (0, head_dim - x.shape[3]))
-    fits = tma_ready(x) and not any(n % 8 for n in x.stride()[:3])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
 def scores_of(q_index, k_index, block_size: int, causal: bool, pool: str, activation: str | None, groups: int):
     """Scores of an indexer on a GPU, by a kernel where there is one."""
     q, k = operands(q_index, k_index, block_size, pool, activation, groups)
@@ -112,21 +103,20 @@ def operands(
     """q (B, G, heads, rows, D) and k (B, 1 or G, keys or blocks, D) whose products have the scores as their sums.
 
     Averages are padded with zeros to a multiple of VECTOR blocks. Without an activation, 16-bit heads are summed in
-    FP32 first, and the sum is split into two 16-bit numbers, which replace the heads.
+    FP32 first, and the sum is split into two 16-bit numbers, which replace the heads (sums.py).
     """
     q = q_index.unflatten(1, (groups, q_index.shape[1] // groups))
     k = k_index if q.dtype in SHORT else k_index.float()
     if pool == "mean" or block_size == 1:
         if block_size > 1:
             k = averaged(k_index, block_size).to(k.dtype)
-        k = nnf.pad(k, (0, 0, 0, -k.shape[2] % VECTOR))
+        if past := -k.shape[2] % VECTOR:
+            k = nnf.pad(k, (0, 0, 0, past))
     if q.dtype not in SHORT:
         q = q.float()
         return (q if activation else q.sum(2, keepdim=True)), k
     if activation is None and q.shape[2] > 1:
-        total = q.sum(2, dtype=torch.float32)
-        high = total.to(q.dtype)
-        q = torch.stack([high, (total - high.float()).to(q.dtype)], 2)
+        q = split_sums(q_index, groups)
     return q, k
 
 

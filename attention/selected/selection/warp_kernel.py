@@ -1,10 +1,13 @@
 """Kernel that selects the k largest scores of short rows, exactly: a warp per row, with its scores in registers.
 
-    1  lanes load 4 * n scores each and make keys of them; one that is no candidate has the smallest key
-    2  the k-th largest of the lanes' largest keys is a bound: k keys at least are not below it, and few more
-    3  candidates not below the bound are copied to shared memory, in the order of the row
-    4  a binary search finds the k-th largest of them; it ends where k keys are above the middle
+    1  lanes load their scores, 4 neighboring ones at a time; one that is no candidate becomes -inf
+    2  the k-th largest of the lanes' largest scores is a bound: k scores at least are not below it, and few more
+    3  candidates not below the bound are appended to a list in shared memory, in the order of the row
+    4  a binary search finds the k-th largest of them; it ends where k of them are not below the middle
     5  k candidates are written to the list, of equal ones the first
+
+The binary searches compare keys, integers in the order of the scores, and count lanes by ballots. With up to 32
+candidates in step 4 each lane has the key of one; others are loaded in each step of the search.
 
 Warps share nothing, so that there is no barrier.
 """
@@ -15,13 +18,16 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import make_ptr
 
-from cute_kernels.tile.bits import scan_lanes
+from cute_kernels.tile.bits import lowest_bit, scan_lanes
 
 from .config import VECTOR, WARP, WARPS, TopFacts
-from .rows import Bounds, Terms, bounds_of, key_of, write_rest
+from .rows import Bounds, Terms, bounds_of, key_of, score_of, write_rest
 
-LEAST = -(2**31)  # the key of what is no candidate
-PACKED = 4  # vectors whose numbers of candidates share a register, 8 bits each
+INFINITY = float("inf")
+LEAST, LARGEST = -(2**31), 2**31 - 1  # the key of a lane without a candidate; of NaN
+LOWEST = LEAST + 0x7FFFFF  # the key of -inf
+PACKED = 4  # vectors whose bits and numbers of candidates share a register, 8 bits each
+PART = PACKED * VECTOR * WARP  # scores of these vectors
 
 
 class SelectTopByWarps:
@@ -29,6 +35,7 @@ class SelectTopByWarps:
 
     def __init__(self, facts: TopFacts):
         self.facts, self.vectors = facts, facts.values // VECTOR
+        self.parts = [range(v, min(v + PACKED, self.vectors)) for v in range(0, self.vectors, PACKED)]
         self.smem_bytes = facts.smem_bytes
 
     @cute.jit
@@ -55,7 +62,7 @@ class SelectTopByWarps:
     def kernel(self, scores: cute.Tensor, out: cute.Tensor, terms: Terms):
         entries, warp = const_expr(self.facts.values * WARP), cute.arch.thread_idx()[0] // WARP
         smem = cutlass.memory.SmemAllocator()
-        sKey, sBlock = (smem.allocate_tensor(Int32, cute.make_layout((entries, WARPS)), 16) for _ in range(2))
+        sBlock = smem.allocate_tensor(Int32, cute.make_layout((entries, WARPS)), 16)
         number = cute.arch.block_idx()[0] * WARPS + warp
         batch, groups, rows, _ = scores.shape
         if number < batch * groups * rows:
@@ -73,119 +80,140 @@ class SelectTopByWarps:
                     mine[bounds.begin + i] = bounds.begin + i
             else:
                 if wanted > 0:
-                    self.select(at, mine, bounds, wanted, sKey[None, warp], sBlock[None, warp])
+                    self.select(at, cute.domain_offset(bounds.begin, mine), bounds, wanted, sBlock[None, warp])
                 count = wanted
             write_rest(mine, bounds, count, cute.arch.lane_idx(), WARP)
 
     @cute.jit
-    def select(
-        self, at: Int64, out: cute.Tensor, bounds: Bounds, wanted: Int32, sKey: cute.Tensor, sBlock: cute.Tensor
-    ):
+    def select(self, at: Int64, out: cute.Tensor, bounds: Bounds, wanted: Int32, sBlock: cute.Tensor):
         """Write the `wanted` best of more candidates of a row to its list."""
-        keys = cute.make_rmem_tensor((VECTOR, self.vectors), Int32)
-        largest = self.load(at, bounds, keys)
-        bound = self.nth(largest, wanted)
-        count = self.copy(keys, cutlass.max(bound, LEAST + 1), sKey, sBlock)
+        scores = cute.make_rmem_tensor((VECTOR, self.vectors), Float32)
+        largest = key_of(self.load(at, bounds, scores))
+        low, high = (cute.arch.warp_redux_sync(largest, kind) for kind in ("min", "max"))
+        bound = self.nth(largest, at, sBlock, Int32(WARP), low, high, wanted)
+        count = self.append(scores, bound, bounds, sBlock)
         cute.arch.sync_warp()
-        key, above = self.search(sKey, count, bound, self.reduced(largest, "max"), wanted)
-        self.write(sKey, sBlock, count, key, wanted - above, cute.domain_offset(bounds.begin, out))
+        own = self.key(at, sBlock, cute.arch.lane_idx(), count)
+        key = self.nth(own, at, sBlock, count, bound, high, wanted)
+        above = self.number_above(own, at, sBlock, count, key)
+        self.write(own, at, sBlock, count, key, wanted - above, out)
 
     @cute.jit
-    def load(self, at: Int64, bounds: Bounds, keys: cute.Tensor) -> Int32:
-        """Load this lane's keys; returns the largest."""
-        lane, largest = cute.arch.lane_idx(), Int32(LEAST)
-        scores = cute.make_rmem_tensor((VECTOR, self.vectors), Float32)
-        for v in range_constexpr(self.vectors):
-            first = (v * WARP + lane) * VECTOR
-            if first < bounds.end:
-                place = make_ptr(Float32, at + 4 * Int64(first), AddressSpace.gmem, assumed_align=4 * VECTOR)
-                cute.autovec_copy(cute.make_tensor(place, VECTOR), scores[None, v])
-        for v in range_constexpr(self.vectors):
-            for i in range_constexpr(VECTOR):
-                n = (v * WARP + lane) * VECTOR + i
-                key = key_of(scores[i, v])
-                if (n < bounds.begin) | (n >= bounds.end):
-                    key = Int32(LEAST)
-                keys[i, v] = key
-                largest = cutlass.max(largest, key)
+    def load(self, at: Int64, bounds: Bounds, scores: cute.Tensor) -> Float32:
+        """Load this lane's scores, of the parts that the row has; returns the largest."""
+        lane, largest = cute.arch.lane_idx(), Float32(-INFINITY)
+        for part in range_constexpr(len(self.parts)):
+            if part * PART < bounds.end:
+                for v in range_constexpr(self.parts[part].start, self.parts[part].stop):
+                    scores[None, v].fill(-INFINITY)
+                    first = (v * WARP + lane) * VECTOR
+                    if first < bounds.end:
+                        place = make_ptr(Float32, at + 4 * Int64(first), AddressSpace.gmem, assumed_align=4 * VECTOR)
+                        cute.autovec_copy(cute.make_tensor(place, VECTOR), scores[None, v])
+        for part in range_constexpr(len(self.parts)):
+            if part * PART < bounds.end:
+                for v in range_constexpr(self.parts[part].start, self.parts[part].stop):
+                    if const_expr(v == 0):  # `begin` is at most the length of a list
+                        self.mask(scores[None, v], bounds.begin - lane * VECTOR, True)
+                    if (v + 1) * WARP * VECTOR > bounds.end:
+                        self.mask(scores[None, v], bounds.end - (v * WARP + lane) * VECTOR, False)
+                    for i in range_constexpr(VECTOR):
+                        largest = cute.arch.fmax(largest, scores[i, v], nan=True)
         return largest
 
     @cute.jit
-    def nth(self, key: Int32, n: Int32) -> Int32:
-        """The n-th largest of the lanes' keys."""
-        lane, rank = cute.arch.lane_idx(), Int32(0)
-        for i in range_constexpr(WARP):
-            other = cute.arch.shuffle_sync(key, i)
-            if (other > key) | ((other == key) & (i < lane)):
-                rank = rank + 1
-        holder = Uint32(cute.arch.vote_ballot_sync(rank == n - 1))
-        return cute.arch.shuffle_sync(key, Int32(cute.arch.popc(holder - 1)) & (WARP - 1))
+    def mask(self, scores: cute.Tensor, limit: Int32, before: cutlass.Constexpr):
+        """Replace the scores before a limit, or from it on, by -inf."""
+        for i in range_constexpr(VECTOR):
+            if (i < limit) == before:
+                scores[i] = Float32(-INFINITY)
 
     @cute.jit
-    def copy(self, keys: cute.Tensor, bound: Int32, sKey: cute.Tensor, sBlock: cute.Tensor) -> Int32:
-        """Copy the candidates that are not below the bound to shared memory, in order; returns their number."""
-        lane, count = cute.arch.lane_idx(), Int32(0)
-        for part in range_constexpr(-(-self.vectors // PACKED)):
-            own, vectors = Int32(0), range(part * PACKED, min(self.vectors, (part + 1) * PACKED))
-            for v in range_constexpr(vectors.start, vectors.stop):
-                for i in range_constexpr(VECTOR):
-                    if keys[i, v] >= bound:
-                        own = own + (1 << 8 * (v % PACKED))
-            upto = Uint32(scan_lanes(own, WARP))  # at most 128 in each 8 bits
-            every = cute.arch.shuffle_sync(upto, WARP - 1)
-            before = upto - Uint32(own)
-            for v in range_constexpr(vectors.start, vectors.stop):
-                shift = const_expr(8 * (v % PACKED))
-                place = count + Int32((before >> shift) & 0xFF)
-                for i in range_constexpr(VECTOR):
-                    if keys[i, v] >= bound:
-                        sKey[place] = keys[i, v]
-                        sBlock[place] = (v * WARP + lane) * VECTOR + i
-                        place = place + 1
-                count = count + Int32((every >> shift) & 0xFF)
+    def append(self, scores: cute.Tensor, bound: Int32, bounds: Bounds, sBlock: cute.Tensor) -> Int32:
+        """Write the blocks of the candidates not below the bound, in order; returns their number."""
+        lane, count, least = cute.arch.lane_idx(), Int32(0), score_of(bound)
+        for part in range_constexpr(len(self.parts)):
+            if part * PART < bounds.end:
+                passed, first = Int32(0), part * PART + lane * VECTOR
+                for v in range_constexpr(self.parts[part].start, self.parts[part].stop):
+                    for i in range_constexpr(VECTOR):
+                        if ~(scores[i, v] < least):  # NaN, too
+                            passed = passed | (1 << (8 * (v % PACKED) + i))
+                if (bound == LOWEST) | (bound == LARGEST):  # what is no candidate has passed, too
+                    for v in range_constexpr(PACKED):
+                        for i in range_constexpr(VECTOR):
+                            n = first + v * WARP * VECTOR + i
+                            if (n < bounds.begin) | (n >= bounds.end):
+                                passed = passed & ~(1 << (8 * v + i))
+                own = passed - ((passed >> 1) & 0x05050505)
+                own = (own & 0x03030303) + ((own >> 2) & 0x03030303)
+                upto = scan_lanes(own, WARP)  # at most 128 in each 8 bits
+                every, before = cute.arch.shuffle_sync(upto, WARP - 1), Uint32(upto - own)
+                while passed != 0:
+                    bit = lowest_bit(passed)
+                    shift = bit & 24
+                    place = count + self.sum_of_bytes(every & ((1 << shift) - 1)) + Int32((before >> shift) & 0xFF)
+                    before = before + (1 << shift)
+                    sBlock[place] = first + (bit >> 3) * (WARP * VECTOR) + (bit & 7)
+                    passed = passed & (passed - 1)
+                count = count + self.sum_of_bytes(every)
         return count
 
+    def sum_of_bytes(self, x: Int32) -> Int32:
+        pairs = (x & 0xFF00FF) + ((x >> 8) & 0xFF00FF)
+        return (pairs & 0xFFFF) + (pairs >> 16)
+
     @cute.jit
-    def search(self, sKey: cute.Tensor, count: Int32, low: Int32, high: Int32, wanted: Int32) -> tuple:
-        """(key, number of keys above it): `wanted` keys are not below the key, or some of them equal to it."""
+    def key(self, at: Int64, sBlock: cute.Tensor, i: Int32, count: Int32) -> Int32:
+        """The key of a candidate; LEAST if there are fewer."""
+        key = Int32(LEAST)
+        if i < count:
+            place = make_ptr(Float32, at + 4 * Int64(sBlock[i]), AddressSpace.gmem, assumed_align=4)
+            key = key_of(cute.make_tensor(place, 1)[0])
+        return key
+
+    @cute.jit
+    def nth(
+        self, own: Int32, at: Int64, sBlock: cute.Tensor, count: Int32, low: Int32, high: Int32, wanted: Int32
+    ) -> Int32:
+        """A key in [low, high] that `wanted` keys are not below, or the largest that more are not below."""
         while low < high:
             middle = low + Int32((Uint32(high - low) + 1) >> 1)
-            if high - low == -1:  # all integers
-                middle = Int32(0)
-            found = self.number_above(sKey, count, middle - 1)
-            if found >= wanted:
+            number = self.number_above(own, at, sBlock, count, middle - 1)
+            if number >= wanted:
                 low = middle
-                if found == wanted:
+                if number == wanted:
                     high = middle
             else:
                 high = middle - 1
-        return low, self.number_above(sKey, count, low)
+        return low
 
     @cute.jit
-    def number_above(self, sKey: cute.Tensor, count: Int32, key: Int32) -> Int32:
-        found = Int32(0)
-        for i in cutlass.range(cute.arch.lane_idx(), count, WARP, unroll=1):
-            if sKey[i] > key:
-                found = found + 1
-        return self.reduced(found, "add")
-
-    def reduced(self, value: Int32, kind: str) -> Int32:
-        return cute.arch.warp_redux_sync(value, kind)
+    def number_above(self, own: Int32, at: Int64, sBlock: cute.Tensor, count: Int32, key: Int32) -> Int32:
+        """Number of keys above a key. own: the lane's key among the first 32."""
+        number = cute.arch.popc(cute.arch.vote_ballot_sync(own > key))
+        if count > WARP:
+            more = Int32(0)
+            for i in cutlass.range(WARP + cute.arch.lane_idx(), count, WARP, unroll=1):
+                if self.key(at, sBlock, i, count) > key:
+                    more = more + 1
+            number = number + cute.arch.warp_redux_sync(more, "add")
+        return number
 
     @cute.jit
-    def write(self, sKey: cute.Tensor, sBlock: cute.Tensor, count: Int32, key: Int32, equal: Int32, out: cute.Tensor):
-        """Write the blocks of entries above a key, and of the first `equal` that are equal to it."""
-        lane, at, ties = cute.arch.lane_idx(), Int32(0), Int32(0)
+    def write(
+        self, own: Int32, at: Int64, sBlock: cute.Tensor, count: Int32, key: Int32, equal: Int32, out: cute.Tensor
+    ):
+        """Write the blocks of candidates above a key, and of the first `equal` that are equal to it."""
+        lane, to, ties = cute.arch.lane_idx(), Int32(0), Int32(0)
         lanes_before = (Int32(1) << lane) - 1
         for start in cutlass.range(0, count, WARP, unroll=1):
-            own = Int32(LEAST)
-            if start + lane < count:
-                own = sKey[start + lane]
-            tie = cute.arch.vote_ballot_sync((own == key) & (start + lane < count))
+            tie = cute.arch.vote_ballot_sync(own == key)
             rank = ties + cute.arch.popc(tie & lanes_before)
-            selected = (own > key) | ((own == key) & (start + lane < count) & (rank < equal))
+            selected = (own > key) | ((own == key) & (rank < equal))
             every = cute.arch.vote_ballot_sync(selected)
             if selected:
-                out[at + cute.arch.popc(every & lanes_before)] = sBlock[start + lane]
-            at = at + cute.arch.popc(every)
+                out[to + cute.arch.popc(every & lanes_before)] = sBlock[start + lane]
+            to = to + cute.arch.popc(every)
             ties = ties + cute.arch.popc(tie)
+            own = self.key(at, sBlock, start + WARP + lane, count)
