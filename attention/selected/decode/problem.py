@@ -1,8 +1,11 @@
 """Problems of the decode kernel for selected blocks: query tokens with their lists, and splits of the lists.
 
 The keys of a list are numbered from 0: key p is in the block of entry p // block_size. A tile is `tile_n` keys, and a
-split is a run of tiles. A tile consists of boxes: keys that are adjacent in memory, of one block and one page. Lane j
-finds the place of box j, and `shuffle_sync` tells the others.
+split is a run of tiles. A tile consists of boxes: keys that are adjacent in memory, of one block and one page. The lanes
+of a warp look up the places of as many of its tiles at once as have 32 boxes, and `shuffle_sync` distributes them.
+
+Divisors are computed by the launching function. A division by a runtime value takes some 150 clocks, and the address of
+a CTA's first list entry would need seven.
 """
 
 from dataclasses import dataclass
@@ -13,8 +16,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cutlass_dsl import select_
 
+from cute_kernels.tile.ampere import WARP
+
 from ...decode.problem import cache_seqlens
-from ...forward.heads import GqaPacking, TileRows
+from ...forward.heads import GqaPacking
 from .config import ROWS
 
 
@@ -31,23 +36,16 @@ class TokenTile:
 
 @dataclass(frozen=True)
 class TokenScheduler:
-    """The splits of one tile after the other."""
+    """One CTA per split: a grid (splits x tiles x B, lists of a token, Sq)."""
 
-    tiles_m: Int32
-    lists: Int32  # of a token; without a list per query head, one for each KV head
-    tokens: Int32
-    batch: Int32
-    splits: Int32
+    splits: Any  # number of splits, or its divisor
+    tiles_m: Any  # divisor: tiles of a list's query heads
 
-    @property
-    def count(self) -> Int32:
-        return self.tiles_m * self.lists * self.tokens * self.batch * self.splits
-
-    def decode(self, index) -> TokenTile:
-        split, rest = index % self.splits, index // self.splits
-        m, rest = rest % self.tiles_m, rest // self.tiles_m
-        h_kv, rest = rest % self.lists, rest // self.lists
-        return TokenTile(m, h_kv, rest % self.tokens, rest // self.tokens, split)
+    def decode(self, index: tuple) -> TokenTile:
+        x, h_kv, token = index
+        rest = x // self.splits
+        b = rest // self.tiles_m
+        return TokenTile(rest % self.tiles_m, h_kv, token, b, x % self.splits)
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,15 @@ class ListTiles:
     limit: Int32  # the token attends to keys of the sequence before this one
 
     @cute.jit
-    def places(self, i: Int32) -> tuple:
-        """Place of box (lane % boxes) of the split's i-th tile: (page, row in it, number of its keys that exist).
+    def places(self, warp: Int32, n: Int32 | int) -> tuple:
+        """Places of the boxes of a warp's tiles from its n-th on: (page, row in it, number of its keys that exist).
 
-        Without pages, the page is the sequence. It is -1 if the page table has no valid one, whose keys are zeros.
+        Lane j has box j % boxes of tile n + j // boxes; past the end, of the last one. Without pages, the page is the
+        sequence. It is -1 if the page table has no valid one, whose keys are zeros.
         """
-        facts = self.facts
-        key = (self.first + i) * facts.config.tile_n + cute.arch.lane_idx() % facts.boxes * facts.box
+        facts, lane = self.facts, cute.arch.lane_idx()
+        i = cutlass.min(warp + (n + lane // facts.boxes) * facts.config.groups, self.count - 1)
+        key = (self.first + i) * facts.config.tile_n + lane % facts.boxes * facts.box
         entry, top = key // facts.block_size, self.indices.shape[0]
         block = self.indices[cutlass.min(entry, top - 1)]
         exists = (entry < top) & (block >= 0) & (block < cute.ceil_div(self.limit, facts.block_size))
@@ -83,6 +83,14 @@ class ListTiles:
             row = row % facts.page_size
         return page, row, valid
 
+    def of_tile(self, places: tuple, n: Int32 | int) -> tuple:
+        """Place of box (lane % boxes) of a warp's n-th tile, among `places` of `tiles_at_once` tiles."""
+        facts = self.facts
+        if facts.tiles_at_once == 1:
+            return places
+        at = n % facts.tiles_at_once * facts.boxes + cute.arch.lane_idx() % facts.boxes
+        return tuple(cute.arch.shuffle_sync(x, at) for x in places)
+
 
 @dataclass(frozen=True)
 class ListSource:
@@ -94,15 +102,15 @@ class ListSource:
     table: cute.Tensor | None  # (B, pages per sequence)
     pages: Int32
     right: Int32  # 0: causal; Sq: not
-    splits: Int32
-    lists: Int32  # of a token, as TokenScheduler's
-    kv_heads: Int32
+    splits: Any  # number of splits, or its divisor
+    by_group: Any  # divisor: heads that share one of the call's lists, in units of `heads`
+    by_kv_head: Any  # divisor: lists of a KV head
 
     def kv_head(self, tile: TokenTile) -> Int32:
-        return tile.h_kv // (self.lists // self.kv_heads)
+        return tile.h_kv // self.by_kv_head
 
     def for_tile(self, tile: TokenTile, seqlen) -> ListTiles:
-        g = tile.h_kv // (self.lists // self.indices.shape[2])
+        g = tile.h_kv // self.by_group
         indices = self.indices[tile.b, tile.token, g, None]
         limit = cutlass.min(seqlen.cols, seqlen.cols - seqlen.rows + tile.token + 1 + self.right)
         table = None if self.table is None else self.table[tile.b, None]
@@ -110,10 +118,10 @@ class ListSource:
         begin, end = count * tile.split // self.splits, count * (tile.split + 1) // self.splits
         return ListTiles(self.facts, indices, table, self.pages, tile.b, begin, end - begin, limit)
 
-    def rows(self, tile: TokenTile, seqlen) -> tuple:
-        """(first row of the tile, TileRows) among the packed rows of all tokens."""
+    def row_range(self, tile: TokenTile) -> tuple:
+        """(first row of the tile, end of the rows of its token) among the packed rows of all tokens."""
         first = tile.token * self.heads.qhead_per_kvhead
-        return first + tile.m * ROWS, TileRows(self.heads, tile, seqlen, first + self.heads.qhead_per_kvhead)
+        return first + tile.m * ROWS, first + self.heads.qhead_per_kvhead
 
 
 def problem_of(
@@ -126,11 +134,15 @@ def problem_of(
     right: Int32,
     splits: Int32,
 ) -> tuple:
-    """(ListSource, TokenScheduler, sequence lengths)."""
+    """(ListSource, TokenScheduler, sequence lengths, grid)."""
     batch, heads, tokens, _ = mQ.shape
     kv_heads, groups = mK.shape[1], mIndices.shape[2]
     packed = heads // cutlass.max(groups, kv_heads)
-    lists = heads // packed
-    scheduler = TokenScheduler(cute.ceil_div(packed, ROWS), lists, tokens, batch, splits)
-    source = ListSource(facts, GqaPacking(packed), mIndices, mTable, mK.shape[0], right, splits, lists, kv_heads)
-    return source, scheduler, cache_seqlens(facts, tokens, mK, mSeqlens, mTable)
+    lists, tiles_m = heads // packed, cute.ceil_div(packed, ROWS)
+    numbers = splits, tiles_m, lists // groups, lists // kv_heads
+    by_split, *divisors = (cute.fast_divmod_create_divisor_v2(cutlass.max(n, 1)) for n in numbers)
+    if facts.cluster > 1:
+        splits = by_split = facts.cluster
+    source = ListSource(facts, GqaPacking(packed), mIndices, mTable, mK.shape[0], right, by_split, *divisors[1:])
+    grid = splits * tiles_m * batch, lists, tokens
+    return source, TokenScheduler(by_split, divisors[0]), cache_seqlens(facts, tokens, mK, mSeqlens, mTable), grid
