@@ -20,10 +20,10 @@ from ...decode.fp8.kernel import scales_of_head
 from ...decode.fp8.mainloop import WarpState
 from ...decode.fp8.merge import Merge
 from ...forward.heads import TileRows
-from .config import SelectedDecodeFacts
+from .config import ROWS, SelectedDecodeFacts
 from .mainloop import Gather16, GatherFloat8
 from .merge import ClusterMerge, Merge16
-from .problem import ListSource, TokenScheduler, problem_of
+from .problem import ListSource, problem_of
 
 
 class SelectedDecode:
@@ -63,9 +63,9 @@ class SelectedDecode:
         stream: cuda.CUstream,
     ):
         facts = self.facts
-        source, scheduler, seqlens, grid = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
+        source, seqlens, grid = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2, softcap,
+            mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, seqlens, scale_log2, softcap,
             None if const_expr(facts.split) else mSinks,
         ).launch(
             grid=grid,
@@ -93,7 +93,6 @@ class SelectedDecode:
         mKScale: cute.Tensor | None,  # (B, Hkv)
         mVScale: cute.Tensor | None,  # (B, Hkv)
         source: ListSource,
-        scheduler: TokenScheduler,
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
@@ -105,8 +104,8 @@ class SelectedDecode:
         at_q = at_softmax + const_expr(facts.softmax_bytes)
         rings = at_q + const_expr(facts.q_bytes)
         at_exchange = rings + const_expr(self.cfg.groups * facts.warp_bytes)
-        tile = scheduler.decode(cute.arch.block_idx())
-        row0, end = source.row_range(tile)
+        tile = source.tile(cute.arch.block_idx())
+        row0, end = tile.m * ROWS, source.heads.qhead_per_kvhead
         if const_expr(facts.cluster > 1):
             self.merge.init(at_exchange, tile.split, end - row0)
         if const_expr(facts.early):
@@ -114,12 +113,11 @@ class SelectedDecode:
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
         rows = TileRows(source.heads, tile, seqlen, end)
-        row, kv_head = row0 + cute.arch.lane_idx() // 4, source.kv_head(tile)  # the row of this thread, packed
+        row, kv_head = row0 + cute.arch.lane_idx() // 4, source.kv_head(tile)  # the first row of this thread
         ring = rings + warp * const_expr(facts.warp_bytes)
         caches = mK[None, kv_head, None, None], mV[None, kv_head, None, None]
         valid, following = cute.make_rmem_tensor(self.cfg.stages, Int32), cute.make_rmem_tensor(3, Int32)
-        if tiles.count > 0:
-            self.mainloop.fill_ring(ring, warp, tiles, caches, valid, following)
+        self.mainloop.fill_ring(ring, warp, tiles, caches, valid, following)
         k_scale, v_scale = scales_of_head(facts, mKScale, mVScale, tile.b, kv_head)
         if const_expr(facts.cluster == 1):
             sinks = source.heads.sink_registers(mSinks, 2)
@@ -127,8 +125,7 @@ class SelectedDecode:
         c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)
         c.softmax.clear()
         c.acc_O.fill(0.0)
-        if tiles.count > 0:
-            self.mainloop.run(c, tiles, caches, valid, following, softcap)
+        self.mainloop.run(c, tiles, caches, valid, following, softcap)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_launch_dependents()
         outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)

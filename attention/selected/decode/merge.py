@@ -123,26 +123,32 @@ class ClusterMerge:
     @cute.jit
     def send(self, scale_log2: Float32, stats: cute.Tensor, first_acc: Int32, at: Int32, rank: Int32, rows: Int32):
         """Send the sums over the warps of the tile's first `rows` rows to the CTAs that store them."""
-        for begin in range_constexpr(0, ROWS * self.vectors, self.threads):
-            number = begin + cute.arch.thread_idx()[0]
-            row, column = number // self.vectors, number % self.vectors * VECTOR
+        passes = const_expr(ROWS * self.vectors // self.threads)
+        sums = cute.make_rmem_tensor((VECTOR + STATS, passes), Float32)  # of columns, row maximum and row sum
+        sums.fill(0.0)
+        for i in range_constexpr(passes):  # all sums before the first branch
+            row, column = self.place(i)
+            of_row, part = cute.make_rmem_tensor((STATS, self.warps), Float32), cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(stats[None, None, row], of_row)
+            sums[VECTOR, i], sums[VECTOR + 1, i], weights = combine(of_row, scale_log2)
+            for w in range_constexpr(self.warps):
+                acc = first_acc + w * self.facts.warp_bytes + (row * self.merge.pitch + column) * WIDTH
+                cute.autovec_copy(floats(acc, VECTOR), part)
+                for j in range_constexpr(VECTOR):
+                    sums[j, i] = sums[j, i] + weights[w] * part[j]
+        words = cute.recast_tensor(sums, Int32)
+        for i in range_constexpr(passes):
+            row, column = self.place(i)
             if row < rows:
-                of_row = cute.make_rmem_tensor((STATS, self.warps), Float32)
-                cute.autovec_copy(stats[None, None, row], of_row)
-                row_max, row_sum, weights = combine(of_row, scale_log2)
-                total = cute.make_rmem_tensor(VECTOR + STATS, Float32)
-                total.fill(0.0)
-                for w in range_constexpr(self.warps):
-                    part = cute.make_rmem_tensor(VECTOR, Float32)
-                    acc = first_acc + w * self.facts.warp_bytes + (row * self.merge.pitch + column) * WIDTH
-                    cute.autovec_copy(floats(acc, VECTOR), part)
-                    for j in range_constexpr(VECTOR):
-                        total[j] = total[j] + weights[w] * part[j]
-                total[VECTOR], total[VECTOR + 1] = row_max, row_sum
-                bits, to, row_there = cute.recast_tensor(total, Int32), row // self.share, row % self.share
-                self.send_words(self.part_at(at, rank, row_there, column), bits, 0, VECTOR, at, to)
+                to, row_there = row // self.share, row % self.share
+                self.send_words(self.part_at(at, rank, row_there, column), words[None, i], 0, VECTOR, at, to)
                 if column == 0:
-                    self.send_words(self.stats_at(at, rank, row_there), bits, VECTOR, STATS, at, to)
+                    self.send_words(self.stats_at(at, rank, row_there), words[None, i], VECTOR, STATS, at, to)
+
+    def place(self, i: int) -> tuple:
+        """(row, first column) of this thread's i-th vector."""
+        number = i * self.threads + cute.arch.thread_idx()[0]
+        return number // self.vectors, number % self.vectors * VECTOR
 
     def send_words(self, place: Int32, words: cute.Tensor, first: int, count: int, at: Int32, to: Int32):
         """Send `count` words from the `first` on to the address `place` of CTA `to`."""
@@ -164,34 +170,28 @@ class ClusterMerge:
     ):
         """Store this CTA's rows when their parts have arrived from all CTAs of the cluster."""
         gO, (first, count) = rows.view(mO), self.own_rows(rank, rows.end - row0)
-        passes = const_expr(range(0, self.share * self.vectors, self.threads))
-        sinks, scale = cute.make_rmem_tensor((1, len(passes)), Float32), cute.make_rmem_tensor(1, Float32)
+        passes, width = const_expr(-(-self.share * self.vectors // self.threads)), const_expr(mO.element_type.width // 8)
+        sinks, scale = cute.make_rmem_tensor((1, passes), Float32), cute.make_rmem_tensor(1, Float32)
         scale[0] = Float32(1.0) if const_expr(v_scale is None) else v_scale
-        width = const_expr(mO.element_type.width // 8)
-        for i, begin in const_expr(enumerate(passes)):
-            if const_expr(mSinks is not None):
-                row = cutlass.min(first + (begin + cute.arch.thread_idx()[0]) // self.vectors, rows.end - row0 - 1)
-                head, _ = rows.heads.place(rows.tile, row0 + row)
-                sinks[0, i] = mSinks[head].to(Float32) * LOG2E
+        if const_expr(mSinks is not None):
+            for i in range_constexpr(passes):
+                row = cutlass.min(row0 + first + self.place(i)[0], rows.end - 1)
+                sinks[0, i] = mSinks[rows.heads.place(rows.tile, row)[0]].to(Float32) * LOG2E
         cute.arch.mbarrier_wait(self.arrived(at), 0)
-        for i, begin in const_expr(enumerate(passes)):
-            number = begin + cute.arch.thread_idx()[0]
-            row, column = number // self.vectors, number % self.vectors * VECTOR
+        for i in range_constexpr(passes):
+            row, column = self.place(i)
             if row < count:
-                stats = cute.make_rmem_tensor((STATS, self.cluster), Float32)
+                stats, part = cute.make_rmem_tensor((STATS, self.cluster), Float32), cute.make_rmem_tensor(VECTOR, Float32)
                 for s in range_constexpr(self.cluster):
                     cute.autovec_copy(floats(self.stats_at(at, s, row), STATS), stats[None, s])
-                row_max, row_sum, weights = combine(stats, scale_log2)
-                total = cute.make_rmem_tensor((1, VECTOR), Float32)
+                total, lse = cute.make_rmem_tensor((1, VECTOR), Float32), cute.make_rmem_tensor(1, Float32)
                 total.fill(0.0)
+                last = OnlineSoftmax.of_rows(1, scale_log2, cute.make_rmem_tensor(1, Float32))
+                last.row_max[0], last.row_sum[0], weights = combine(stats, scale_log2)
                 for s in range_constexpr(self.cluster):
-                    part = cute.make_rmem_tensor(VECTOR, Float32)
                     cute.autovec_copy(floats(self.part_at(at, s, row, column), VECTOR), part)
                     for j in range_constexpr(VECTOR):
                         total[0, j] = total[0, j] + weights[s] * part[j]
-                last = OnlineSoftmax.of_rows(1, scale_log2, cute.make_rmem_tensor(1, Float32))
-                last.row_max[0], last.row_sum[0] = row_max, row_sum
-                lse = cute.make_rmem_tensor(1, Float32)
                 last.finish(total, lse, None if const_expr(mSinks is None) else sinks[None, i], scale)
                 result = cute.make_rmem_tensor(VECTOR, mO.element_type)
                 result.store(cute.make_tensor(total.iterator, VECTOR).load().to(mO.element_type))

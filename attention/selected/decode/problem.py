@@ -34,18 +34,17 @@ class TokenTile:
     split: Int32
 
 
-@dataclass(frozen=True)
-class TokenScheduler:
-    """One CTA per split: a grid (splits x tiles x B, lists of a token, Sq)."""
+class TokenHeads(GqaPacking):
+    """Query heads that share a list: row r of a token's tile is query head tile.h_kv * g + r."""
 
-    splits: Any  # number of splits, or its divisor
-    tiles_m: Any  # divisor: tiles of a list's query heads
+    def place(self, tile: TokenTile, row) -> tuple:
+        return tile.h_kv * self.qhead_per_kvhead + row, tile.token
 
-    def decode(self, index: tuple) -> TokenTile:
-        x, h_kv, token = index
-        rest = x // self.splits
-        b = rest // self.tiles_m
-        return TokenTile(rest % self.tiles_m, h_kv, token, b, x % self.splits)
+    def view(self, tensor: cute.Tensor, tile: TokenTile, seqlen) -> cute.Tensor:
+        """Rows (g, ..) of (B, H, Sq, ..)."""
+        rest = tensor.shape[3:]
+        heads = tensor[(tile.b, None, tile.token, *(None for _ in rest))]
+        return cute.domain_offset((tile.h_kv * self.qhead_per_kvhead, *(0 for _ in rest)), heads)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ class ListTiles:
         sequence. It is -1 if the page table has no valid one, whose keys are zeros.
         """
         facts, lane = self.facts, cute.arch.lane_idx()
-        i = cutlass.min(warp + (n + lane // facts.boxes) * facts.config.groups, self.count - 1)
+        i = warp + (n + lane // facts.boxes) * facts.config.groups
+        i = cutlass.max(cutlass.min(i, self.count - 1), 0)
         key = (self.first + i) * facts.config.tile_n + lane % facts.boxes * facts.box
         entry, top = key // facts.block_size, self.indices.shape[0]
         block = self.indices[cutlass.min(entry, top - 1)]
@@ -94,17 +94,32 @@ class ListTiles:
 
 @dataclass(frozen=True)
 class ListSource:
-    """The lists of all query tokens, (B, Sq, G, top), and the cache that their blocks are in."""
+    """The lists of all query tokens, (B, Sq, G, top), and the cache that their blocks are in.
+
+    A CTA computes one split. The grid is (splits x tiles x B, lists of a token, Sq).
+    """
 
     facts: cutlass.Constexpr  # config.SelectedDecodeFacts
-    heads: GqaPacking  # of the query heads that share a list
+    heads: TokenHeads
     indices: cute.Tensor
     table: cute.Tensor | None  # (B, pages per sequence)
     pages: Int32
     right: Int32  # 0: causal; Sq: not
-    splits: Any  # number of splits, or its divisor
-    by_group: Any  # divisor: heads that share one of the call's lists, in units of `heads`
-    by_kv_head: Any  # divisor: lists of a KV head
+    # Divisors; a list is that of `heads`, and several may be the same or have the same KV head.
+    by_split: Any  # number of splits
+    by_tile: Any  # tiles of a list
+    by_group: Any  # lists of one of the G
+    by_kv_head: Any  # lists of a KV head
+
+    @property
+    def splits(self) -> Any:
+        return self.facts.cluster if self.facts.cluster > 1 else self.by_split
+
+    def tile(self, index: tuple) -> TokenTile:
+        """The tile and split of a CTA."""
+        x, h_kv, token = index
+        rest = x // self.splits
+        return TokenTile(rest % self.by_tile, h_kv, token, rest // self.by_tile, x % self.splits)
 
     def kv_head(self, tile: TokenTile) -> Int32:
         return tile.h_kv // self.by_kv_head
@@ -115,13 +130,8 @@ class ListSource:
         limit = cutlass.min(seqlen.cols, seqlen.cols - seqlen.rows + tile.token + 1 + self.right)
         table = None if self.table is None else self.table[tile.b, None]
         count = cute.ceil_div(indices.shape[0] * self.facts.block_size, self.facts.config.tile_n)
-        begin, end = count * tile.split // self.splits, count * (tile.split + 1) // self.splits
+        begin, end = (count * split // self.splits for split in (tile.split, tile.split + 1))
         return ListTiles(self.facts, indices, table, self.pages, tile.b, begin, end - begin, limit)
-
-    def row_range(self, tile: TokenTile) -> tuple:
-        """(first row of the tile, end of the rows of its token) among the packed rows of all tokens."""
-        first = tile.token * self.heads.qhead_per_kvhead
-        return first + tile.m * ROWS, first + self.heads.qhead_per_kvhead
 
 
 def problem_of(
@@ -134,15 +144,13 @@ def problem_of(
     right: Int32,
     splits: Int32,
 ) -> tuple:
-    """(ListSource, TokenScheduler, sequence lengths, grid)."""
+    """(ListSource, sequence lengths, grid)."""
     batch, heads, tokens, _ = mQ.shape
     kv_heads, groups = mK.shape[1], mIndices.shape[2]
     packed = heads // cutlass.max(groups, kv_heads)
     lists, tiles_m = heads // packed, cute.ceil_div(packed, ROWS)
     numbers = splits, tiles_m, lists // groups, lists // kv_heads
-    by_split, *divisors = (cute.fast_divmod_create_divisor_v2(cutlass.max(n, 1)) for n in numbers)
-    if facts.cluster > 1:
-        splits = by_split = facts.cluster
-    source = ListSource(facts, GqaPacking(packed), mIndices, mTable, mK.shape[0], right, by_split, *divisors[1:])
+    divisors = (cute.fast_divmod_create_divisor_v2(cutlass.max(n, 1)) for n in numbers)
+    source = ListSource(facts, TokenHeads(packed), mIndices, mTable, mK.shape[0], right, *divisors)
     grid = splits * tiles_m * batch, lists, tokens
-    return source, TokenScheduler(by_split, divisors[0]), cache_seqlens(facts, tokens, mK, mSeqlens, mTable), grid
+    return source, cache_seqlens(facts, tokens, mK, mSeqlens, mTable), grid
