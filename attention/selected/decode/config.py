@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from cute_kernels.tile.ampere import WARP
 
+from ...decode.family import SM_SMEM
 from ...decode.heuristics import OVERHEAD, best_splits, forced_splits, split_time
 from ...forward.config import ACC_PAD, DecodeFacts, FlashConfig
 
@@ -30,7 +31,6 @@ CLUSTERS = range(2, 9)  # of splits on sm_90; more than 8 CTAs are not portable
 # SMs of the GPCs of an H100 or H200, each of which holds whole clusters only. GPUs differ; these hold 30 clusters of
 # four, as measured (docs/notes/dense.md).
 GPCS = (18, 18, 18, 18, 16, 16, 14, 14)
-SM_SMEM = 233_472  # bytes of shared memory of an SM, 1024 of which each CTA uses in addition to its own
 # In units of steps, of OVERHEAD; a model. A step of lone CTAs takes about 0.5 µs.
 EXCHANGE, COMBINE = 1.0, 5.0  # within a cluster, and by the combine kernel
 
@@ -116,12 +116,13 @@ def with_splits(facts: SelectedDecodeFacts, items: int, keys: int, sms: int) -> 
     if facts.spec.name != "sm_90":
         count = forced or best_splits(items, tiles, ctas)
         return replace(whole, split=count > 1), count
-    count = forced or best_splits(items, tiles, ctas, COMBINE)
-    options = [(split_time(count, items, tiles, ctas, COMBINE), replace(whole, split=count > 1), count)]
-    for cluster in CLUSTERS:
+    options = []
+    for cluster in (c for c in CLUSTERS if forced in (None, c)):
         shared = pick(replace(facts, cluster=cluster))
         waves = -(-items // resident_clusters(shared, sms))
-        time = waves * (-(-tiles // cluster) + OVERHEAD + EXCHANGE)
-        if forced in (None, cluster):
-            options.append((time if forced is None else 0.0, shared, cluster))
-    return min(reversed(options), key=lambda option: option[0])[1:]
+        steps = -(-tiles // cluster) * shared.config.ctas / whole.config.ctas  # shorter with fewer CTAs per SM
+        options.append((waves * (steps + OVERHEAD + EXCHANGE), shared, cluster))
+    if forced is None or not options:
+        count = forced or best_splits(items, tiles, ctas, COMBINE)
+        options.append((split_time(count, items, tiles, ctas, COMBINE), replace(whole, split=count > 1), count))
+    return min(options, key=lambda option: option[0])[1:]  # the first of equals
