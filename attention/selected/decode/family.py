@@ -30,8 +30,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 class SelectedDecode(Family):
-    """Attention of query tokens to selected blocks of a KV cache, with split lists; a cluster or a second kernel combines
-    them."""
+    """Attention of query tokens to selected blocks of a KV cache, with split lists; a cluster or a second kernel
+    combines them."""
 
     name = SelectedDecodeFacts.family
 

@@ -4,8 +4,9 @@
                    (mainloop); at the end their results are merged (merge)
 
 Roles and launches are those of decode from an FP8 cache (decode/fp8/kernel). A CTA computes one split of a token's
-list. On sm_90 up to 8 splits are a cluster, whose CTAs combine their results; a second kernel combines others. Where that kernel walks the tiles of a sequence, this one walks those of a list, whose rows are gathered
-from the cache or its pages; K and V may be FP8 or 16-bit.
+list. On sm_90 up to 8 splits are a cluster, whose CTAs combine their results; a second kernel combines others. Where
+decode/fp8 walks the tiles of a sequence, this one walks those of a list, whose rows are gathered from the cache or its
+pages; K and V may be FP8 or 16-bit.
 """
 
 import cuda.bindings.driver as cuda
@@ -17,7 +18,6 @@ from cute_kernels.tile.ampere import ALIGN, WARP
 
 from ...decode.combine import combine_splits
 from ...decode.fp8.kernel import scales_of_head
-from ...decode.fp8.mainloop import WarpState
 from ...decode.fp8.merge import Merge
 from ...forward.heads import TileRows
 from .config import ROWS, SelectedDecodeFacts

@@ -1,8 +1,8 @@
 """The mainloop of decode from selected blocks: decode/fp8/mainloop, over the tiles of a list.
 
-A warp gathers the rows of its tiles of K and V by cp.async, row by row. Its lanes look up the places of several tiles at
-once, at least a whole step before the copies that need them. Keys that do not exist, are not visible, or are of an entry that is no
-block are not read: they become zeros, and their scores -inf.
+A warp gathers the rows of its tiles of K and V by cp.async, row by row. Its lanes look up the places of several tiles
+at once, at least a whole step before the copies that need them. Keys that do not exist, are not visible, or are of an
+entry that is no block are not read: they become zeros, and their scores -inf.
 """
 
 import cutlass

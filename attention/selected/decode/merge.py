@@ -25,7 +25,6 @@ from cute_kernels.tile.ampere import WARP
 from ...decode.fp8.mainloop import WarpState
 from ...decode.fp8.merge import VECTOR, WIDTH, Merge
 from ...forward.heads import TileRows
-from ...forward.mask import LOG2E
 from ...forward.softmax import OnlineSoftmax, exp2, quad_sum
 from .config import ROWS, SelectedDecodeFacts
 
@@ -170,18 +169,19 @@ class ClusterMerge:
     ):
         """Store this CTA's rows when their parts have arrived from all CTAs of the cluster."""
         gO, (first, count) = rows.view(mO), self.own_rows(rank, rows.end - row0)
-        passes, width = const_expr(-(-self.share * self.vectors // self.threads)), const_expr(mO.element_type.width // 8)
-        sinks, scale = cute.make_rmem_tensor((1, passes), Float32), cute.make_rmem_tensor(1, Float32)
+        width = const_expr(mO.element_type.width // 8)
+        passes = const_expr(-(-self.share * self.vectors // self.threads))
+        sinks = cute.make_rmem_tensor((1, passes), Float32)
+        scale = cute.make_rmem_tensor(1, Float32)
         scale[0] = Float32(1.0) if const_expr(v_scale is None) else v_scale
-        if const_expr(mSinks is not None):
-            for i in range_constexpr(passes):
-                row = cutlass.min(row0 + first + self.place(i)[0], rows.end - 1)
-                sinks[0, i] = mSinks[rows.heads.place(rows.tile, row)[0]].to(Float32) * LOG2E
+        for i in range_constexpr(passes):
+            rows.heads.read_sinks(mSinks, rows.tile, row0 + first + self.place(i)[0], sinks[None, i])
         cute.arch.mbarrier_wait(self.arrived(at), 0)
         for i in range_constexpr(passes):
             row, column = self.place(i)
             if row < count:
-                stats, part = cute.make_rmem_tensor((STATS, self.cluster), Float32), cute.make_rmem_tensor(VECTOR, Float32)
+                stats = cute.make_rmem_tensor((STATS, self.cluster), Float32)
+                part = cute.make_rmem_tensor(VECTOR, Float32)
                 for s in range_constexpr(self.cluster):
                     cute.autovec_copy(floats(self.stats_at(at, s, row), STATS), stats[None, s])
                 total, lse = cute.make_rmem_tensor((1, VECTOR), Float32), cute.make_rmem_tensor(1, Float32)

@@ -1,8 +1,9 @@
 """Problems of the decode kernel for selected blocks: query tokens with their lists, and splits of the lists.
 
 The keys of a list are numbered from 0: key p is in the block of entry p // block_size. A tile is `tile_n` keys, and a
-split is a run of tiles. A tile consists of boxes: keys that are adjacent in memory, of one block and one page. The lanes
-of a warp look up the places of as many of its tiles at once as have 32 boxes, and `shuffle_sync` distributes them.
+split is a run of tiles. A tile consists of boxes: keys that are adjacent in memory, of one block and one page. The
+lanes of a warp look up the places of as many of its tiles at once as have 32 boxes, and `shuffle_sync` distributes
+them.
 
 Divisors are computed by the launching function. A division by a runtime value takes some 150 clocks, and the address of
 a CTA's first list entry would need seven.
@@ -15,8 +16,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cutlass_dsl import select_
-
-from cute_kernels.tile.ampere import WARP
 
 from ...decode.problem import cache_seqlens
 from ...forward.heads import GqaPacking
@@ -35,10 +34,10 @@ class TokenTile:
 
 
 class TokenHeads(GqaPacking):
-    """Query heads that share a list: row r of a token's tile is query head tile.h_kv * g + r."""
+    """Query heads that share a list: row r of a token is query head tile.h_kv * g + r; past the end, the last one."""
 
     def place(self, tile: TokenTile, row) -> tuple:
-        return tile.h_kv * self.qhead_per_kvhead + row, tile.token
+        return tile.h_kv * self.qhead_per_kvhead + cutlass.min(row, self.qhead_per_kvhead - 1), tile.token
 
     def view(self, tensor: cute.Tensor, tile: TokenTile, seqlen) -> cute.Tensor:
         """Rows (g, ..) of (B, H, Sq, ..)."""
