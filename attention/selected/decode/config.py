@@ -3,13 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cute_kernels.tile.ampere import WARP
-
 from ...decode.family import SM_SMEM
 from ...decode.heuristics import OVERHEAD, best_splits, forced_splits, split_time
 from ...forward.config import ACC_PAD, DecodeFacts, FlashConfig
 
-ROWS, WARPS = 16, 4  # packed rows of a CTA, of one mma.sync; warps, each with its own tiles
+ROWS, WARPS, WARP = 16, 4, 32  # packed rows of a CTA, of one mma.sync; warps, each with its own tiles; its lanes
 # By the larger of the two head dimensions: (tile_n, stages, CTAs per SM on sm_90). The first that fits is selected. A
 # warp's ring has 24 KB with two CTAs per SM, and 48 KB with one. A tile has at most 32 rows, since each lane finds the
 # place of one of them.
