@@ -73,13 +73,15 @@ def splits(count: int):
         _FORCED.reset(token)
 
 
-def best_splits(items: int, tiles: int, ctas: int) -> int:
+def best_splits(items: int, tiles: int, ctas: int, combine: float = COMBINE) -> int:
     """Number of splits of a sequence's KV tiles with the least estimated time, if `ctas` CTAs run at once."""
+    counts = range(1, max(min(tiles, 2 * ctas), 1) + 1)
+    return min(counts, key=lambda count: split_time(count, items, tiles, ctas, combine))  # the first of equals
 
-    def time(count: int) -> float:  # in units of KV tiles
-        return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + COMBINE * (count > 1)
 
-    return min(range(1, max(min(tiles, 2 * ctas), 1) + 1), key=time)  # the first of equals
+def split_time(count: int, items: int, tiles: int, ctas: int, combine: float) -> float:
+    """Estimated time of `count` splits, in units of KV tiles, if the combine kernel takes `combine`."""
+    return -(-items * count // ctas) * (-(-tiles // count) + OVERHEAD) + combine * (count > 1)
 
 
 def serves(q, k, sms: int) -> bool:

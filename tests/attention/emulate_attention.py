@@ -244,7 +244,7 @@ class EmulatedSelectedDecode(EmulatedFlash):
         *scales, scale_log2, softcap, right, count = more
         assert [s is not None for s in scales] == [facts.k_descale, facts.v_descale] and right in (0, q.shape[2])
         assert facts.smem_bytes <= facts.spec.smem and (table is not None) == (facts.page_size > 0)
-        assert (parts is not None) == facts.split == (count > 1)
+        assert (parts is not None) == facts.split == (count > facts.cluster) and facts.cluster in (1, count)
         if parts is not None:
             assert parts.shape == (count, *out.shape) and part_lses.shape == (count, *out.shape[:3])
         self.insist(q, k, v, out, lse, softcap, 0, right)

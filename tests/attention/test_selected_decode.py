@@ -131,6 +131,24 @@ def test_emulated_kernels(arch, name):
         torch.testing.assert_close(mine.float(), right.float(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("QSA", 3), ("QSA", 7), ("MSA", 8), ("40 heads a list", 6), ("16 tokens", 5), ("E4M3, D 256", 4), ("tokens", 9)],
+)
+def test_emulated_clusters(name, splits):
+    """Splits that combine in a cluster, some of which have no tile; and more than a cluster has."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("the emulator needs a C++ compiler")
+    operands, terms, _ = CALLS[name]
+    call = call_of(**operands | {"lengths": [0, 300], "rows": 3 if name == "16 tokens" else operands.get("rows", 1)})
+    expected = selected_attention(**call, return_lse=True, **terms)
+    with on_emulator("sm_90", sms=3), heuristics.splits(splits), poisoned_empty():
+        found, again = (selected_attention(**call, return_lse=True, **terms) for _ in range(2))
+    for mine, other, right in zip(found, again, expected, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine.float(), right.float(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_emulated_sinks(splits):
     if shutil.which(COMPILER) is None:
@@ -149,7 +167,7 @@ def test_emulated_sinks(splits):
 
 @pytest.mark.parametrize(
     ("H", "heads", "D", "block_size", "top", "groups", "splits"),
-    [(24, 2, 256, 4, 513, 1, 7), (64, 4, 128, 128, 16, 4, 8), (64, 4, 128, 64, 16, 4, 8)],
+    [(24, 2, 256, 4, 513, 1, 7), (64, 4, 128, 128, 16, 4, 7), (64, 4, 128, 64, 16, 4, 6)],
     ids=["QSA", "MSA", "NSA"],
 )
 def test_plans(H, heads, D, block_size, top, groups, splits):
@@ -162,7 +180,8 @@ def test_plans(H, heads, D, block_size, top, groups, splits):
         "page_table": torch.empty(8, 2048, dtype=torch.int32, device="meta"),
     }
     plan = explain(selected_attention, q, k, v, indices, block_size, causal=True, arch="sm_90", **cached)
-    assert plan.facts.split and plan.scalars[-1] == splits and f"lists split among {splits} CTAs" in str(plan)
+    assert plan.facts.cluster == plan.scalars[-1] == splits and not plan.facts.split
+    assert f"lists split among {splits} CTAs of a cluster" in str(plan)
     assert plan.facts.smem_bytes <= SELECTED_DECODE.smem_limit(plan.facts)
 
 

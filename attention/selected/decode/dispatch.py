@@ -1,7 +1,7 @@
 """selected_attention with a KV cache: checks, plan and launch of the decode kernel; the reference of CPU tensors."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from ... import checks, reference
 from ... import plan as planning
 from ...arguments import OPTIONAL, AttentionArgs
 from ...decode import checks as cache_checks
-from ...decode.heuristics import best_splits, forced_splits
+from ...decode.heuristics import forced_splits
 from ...forward.config import FlashFacts
 from ...masks.mask_mods import window_bounds
 from ...plan import FlashPlan, without_kernel
 from ..checks import OP, check_block_size, check_indices
 from ..reference import selected_attention as selected_reference
-from .config import ROWS, WIDE_16, SelectedDecodeFacts, pick
+from .config import ROWS, WIDE_16, SelectedDecodeFacts, with_splits
 
 MOST_TOKENS = 16  # query tokens per sequence
 NO_GRADIENT = (
@@ -125,20 +125,17 @@ def _choose(args: CacheArgs, indices: Tensor, block_size: int, plan: FlashPlan, 
     )
     if reason := families.unsupported(chosen):
         raise TypeError(f"{OP}: {reason}")
-    chosen = pick(chosen)
     groups, top = indices.shape[-2] if indices.dim() == 4 else 1, indices.shape[-1]
     packed = heads // max(groups, k.shape[1])
     items = batch * tokens * (heads // packed) * -(-packed // ROWS)
     keys = min(top * block_size, extents.cols + block_size)
-    ctas = extents.sms * chosen.config.ctas
-    count = forced_splits() or best_splits(items, -(-keys // chosen.columns), ctas)
-    plan.facts = replace(chosen, split=count > 1)
+    plan.facts, count = with_splits(chosen, items, keys, extents.sms)
     plan.scalars = *plan.scalars[:2], 0 if args.causal else tokens, count
-    shape = (count, *plan.out_shape) if count > 1 else None
+    shape = (count, *plan.out_shape) if plan.facts.split else None
     plan.function = with_parts(families.function_for(plan.facts), shape, args.q.device)
     plan.notes.append(
         f"decode of selected blocks: {packed} query heads of a token in a tile of {ROWS} rows, lists split among "
-        f"{count} CTAs"
+        f"{count} CTAs{' of a cluster' if plan.facts.cluster > 1 else ''}"
     )
     return True
 

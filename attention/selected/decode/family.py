@@ -14,21 +14,24 @@ from .config import SelectedDecodeFacts, pick
 
 BOTH: dict[str, Any] = {"softcap": True, "lse": True}
 FP8: dict[str, Any] = {"cache": "float8_e4m3fn", "k_descale": True, "v_descale": True}
-# QSA, MSA and NSA, paged; all head dimensions; blocks smaller and larger than pages and tiles; and FP8 caches
+# QSA, MSA and NSA, paged; all head dimensions; blocks smaller and larger than pages and tiles; and FP8 caches. Splits
+# are a cluster on sm_90, and otherwise combined by a kernel.
 CASES: list[tuple[int, dict[str, Any]]] = [
-    *((d, {"block_size": 4, "page_size": 64, "split": True, **BOTH}) for d in HEAD_DIMS),
-    *((d, {"block_size": 128, "page_size": 64, "split": True}) for d in HEAD_DIMS),
+    *((d, {"block_size": 4, "page_size": 64, "cluster": 7, **BOTH}) for d in HEAD_DIMS),
+    *((d, {"block_size": 128, "page_size": 64, "cluster": 4}) for d in HEAD_DIMS),
     (128, {"block_size": 1, "page_size": 16, "split": True, "dtype": "float16"}),
     (128, {"block_size": 64, "lse": True, "sinks": "bfloat16"}),
+    (128, {"block_size": 64, "cluster": 2, "lse": True, "sinks": "bfloat16"}),
     (128, {"block_size": 16}),
-    *((d, {"block_size": 4, "page_size": 64, "split": True, **FP8}) for d in HEAD_DIMS),
+    *((d, {"block_size": 4, "page_size": 64, "cluster": 7, **FP8}) for d in HEAD_DIMS),
     *((d, {"block_size": 128, "page_size": 64, "split": True, **FP8}) for d in HEAD_DIMS),
     (128, {"block_size": 64, "cache": "float8_e5m2", "lse": True}),
 ]
 
 
 class SelectedDecode(Family):
-    """Attention of query tokens to selected blocks of a KV cache, with split lists; a second kernel combines them."""
+    """Attention of query tokens to selected blocks of a KV cache, with split lists; a cluster or a second kernel
+    combines them."""
 
     name = SelectedDecodeFacts.family
 
@@ -59,7 +62,8 @@ class SelectedDecode(Family):
 
     def describe(self, facts: SelectedDecodeFacts) -> dict[str, str]:
         columns = DECODE.describe(facts)
-        return columns | {"epilogue": f"blocks of {facts.block_size} {columns['epilogue']}"}
+        cluster = f" cluster of {facts.cluster}" if facts.cluster > 1 else ""
+        return columns | {"epilogue": f"blocks of {facts.block_size} {columns['epilogue']}{cluster}"}
 
     def judge(self, facts: SelectedDecodeFacts, cubin: bytes, resources, problems: list[str]) -> list[str]:
         return problems + early_problems(cubin) if facts.early else problems
@@ -73,6 +77,8 @@ class SelectedDecode(Family):
 
 def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[SelectedDecodeFacts]:
     for d, terms in CASES[2:3] if quick else CASES:
+        if "cluster" in terms and spec.name != "sm_90":
+            terms = {name: value for name, value in terms.items() if name != "cluster"} | {"split": True}
         yield pick(SelectedDecodeFacts(spec.target, "sm_80", None, head_dim=d, head_dim_v=d, seqlens=True, **terms))
 
 

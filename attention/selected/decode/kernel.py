@@ -1,44 +1,29 @@
 """The decode kernel for selected blocks, on all architectures: bound by the bytes of the selected K and V.
 
     four warps     each with all 16 packed rows of a query token, every fourth KV tile of the list, and its own ring
-                   (mainloop); at the end their results are merged (decode/fp8/merge)
+                   (mainloop); at the end their results are merged (merge)
 
-Roles, launches and the merge are those of decode from an FP8 cache (decode/fp8/kernel). A CTA computes one split of a
-token's list. Where that kernel walks the tiles of a sequence, this one walks those of a list, whose rows are gathered
-from the cache or its pages; K and V may be FP8 or 16-bit.
+Roles and launches are those of decode from an FP8 cache (decode/fp8/kernel). A CTA computes one split of a token's
+list. On sm_90 up to 8 splits are a cluster, whose CTAs combine their results; a second kernel combines others. Where
+decode/fp8 walks the tiles of a sequence, this one walks those of a list, whose rows are gathered from the cache or its
+pages; K and V may be FP8 or 16-bit.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.tile.ampere import ALIGN, WARP
 
 from ...decode.combine import combine_splits
 from ...decode.fp8.kernel import scales_of_head
-from ...decode.fp8.mainloop import WarpState
-from ...decode.fp8.merge import WIDTH, Merge
+from ...decode.fp8.merge import Merge
+from ...forward.heads import TileRows
 from .config import ROWS, SelectedDecodeFacts
 from .mainloop import Gather16, GatherFloat8
-from .problem import ListSource, TokenScheduler, problem_of
-
-
-class Merge16(Merge):
-    """The merge of warps whose accumulators have their columns in mma.sync's order."""
-
-    @cute.jit
-    def write(self, c: WarpState, at_acc: Int32):
-        """Write a warp's O (16, Dv) to shared memory: a lane has two neighbors of each 8 columns."""
-        lane = cute.arch.lane_idx()
-        values = cute.make_tensor(c.acc_O.iterator, cute.make_layout((2, 2, cute.size(c.acc_O) // 4)))
-        at = at_acc + ((c.warp * ROWS + lane // 4) * self.pitch + lane % 4 * 2) * WIDTH
-        for r in range_constexpr(2):
-            for i in range_constexpr(self.facts.head_dim_v // 8):
-                place = cute.make_ptr(
-                    Float32, at + (8 * r * self.pitch + 8 * i) * WIDTH, cute.AddressSpace.smem, assumed_align=2 * WIDTH
-                )
-                cute.autovec_copy(values[None, r, i], cute.make_tensor(place, cute.make_layout(2)))
+from .merge import ClusterMerge, Merge16
+from .problem import ListSource, problem_of
 
 
 class SelectedDecode:
@@ -48,6 +33,8 @@ class SelectedDecode:
         self.facts, self.cfg = facts, facts.config
         self.mainloop = (GatherFloat8 if facts.cache else Gather16)(facts)
         self.merge = (Merge if facts.cache else Merge16)(facts)
+        if facts.cluster > 1:
+            self.merge = ClusterMerge(facts, self.merge)
         self.threads = WARP * facts.config.groups
         self.smem_bytes = facts.smem_bytes
 
@@ -76,13 +63,14 @@ class SelectedDecode:
         stream: cuda.CUstream,
     ):
         facts = self.facts
-        source, scheduler, seqlens = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
+        source, seqlens, grid = problem_of(facts, mQ, mK, mIndices, mSeqlens, mTable, right, splits)
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, scheduler, seqlens, scale_log2, softcap,
+            mQ, mK, mV, mO, mLSE, mPartO, mPartLSE, mKScale, mVScale, source, seqlens, scale_log2, softcap,
             None if const_expr(facts.split) else mSinks,
         ).launch(
-            grid=(scheduler.count, 1, 1),
+            grid=grid,
             block=(self.threads, 1, 1),
+            cluster=(facts.cluster, 1, 1) if const_expr(facts.cluster > 1) else None,
             min_blocks_per_mp=self.cfg.ctas,
             preferred_smem_carveout=100,  # not exported; otherwise the DSL would query a GPU
             use_pdl=facts.early,
@@ -105,7 +93,6 @@ class SelectedDecode:
         mKScale: cute.Tensor | None,  # (B, Hkv)
         mVScale: cute.Tensor | None,  # (B, Hkv)
         source: ListSource,
-        scheduler: TokenScheduler,
         seqlens,
         scale_log2: Float32,
         softcap: Float32,
@@ -116,27 +103,33 @@ class SelectedDecode:
         at_softmax = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, byte_alignment=ALIGN).toint()
         at_q = at_softmax + const_expr(facts.softmax_bytes)
         rings = at_q + const_expr(facts.q_bytes)
-        tile = scheduler.decode(cute.arch.block_idx()[0])
+        at_exchange = rings + const_expr(self.cfg.groups * facts.warp_bytes)
+        tile = source.tile(cute.arch.block_idx())
+        row0, end = tile.m * ROWS, source.heads.qhead_per_kvhead
+        if const_expr(facts.cluster > 1):
+            self.merge.init(at_exchange, tile.split, end - row0)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_wait()  # no global memory access before it
         seqlen = seqlens.of(tile.b)
         tiles = source.for_tile(tile, seqlen)
-        row0, rows = source.rows(tile, seqlen)
-        row, kv_head = row0 + cute.arch.lane_idx() // 4, source.kv_head(tile)  # the row of this thread, packed
-        ring = rings + warp * self.mainloop.ring_bytes
+        rows = TileRows(source.heads, tile, seqlen, end)
+        row, kv_head = row0 + cute.arch.lane_idx() // 4, source.kv_head(tile)  # the first row of this thread
+        ring = rings + warp * const_expr(facts.warp_bytes)
         caches = mK[None, kv_head, None, None], mV[None, kv_head, None, None]
-        valid = cute.make_rmem_tensor(self.cfg.stages, Int32)
-        if tiles.count > 0:
-            self.mainloop.fill_ring(ring, warp, tiles, caches, valid)
+        valid, following = cute.make_rmem_tensor(self.cfg.stages, Int32), cute.make_rmem_tensor(3, Int32)
+        self.mainloop.fill_ring(ring, warp, tiles, caches, valid, following)
         k_scale, v_scale = scales_of_head(facts, mKScale, mVScale, tile.b, kv_head)
-        sinks = source.heads.sink_registers(mSinks, 2)
-        source.heads.read_sinks(mSinks, tile, row, sinks)
+        if const_expr(facts.cluster == 1):
+            sinks = source.heads.sink_registers(mSinks, 2)
+            source.heads.read_sinks(mSinks, tile, row, sinks)
         c = self.mainloop.state(ring, at_q, warp, rows.view(mQ), row, rows.end, k_scale, scale_log2)
         c.softmax.clear()
         c.acc_O.fill(0.0)
-        if tiles.count > 0:
-            self.mainloop.run(c, tiles, caches, valid, softcap)
+        self.mainloop.run(c, tiles, caches, valid, following, softcap)
         if const_expr(facts.early):
             cute.arch.griddepcontrol_launch_dependents()
         outputs = (mPartO, mPartLSE) if const_expr(facts.split) else (mO, mLSE)
-        self.merge(c, at_softmax, rings, sinks, v_scale, *outputs, rows, row0)
+        if const_expr(facts.cluster > 1):
+            self.merge(c, at_softmax, at_exchange, mSinks, v_scale, *outputs, rows, row0)
+        else:
+            self.merge(c, at_softmax, rings, sinks, v_scale, *outputs, rows, row0)

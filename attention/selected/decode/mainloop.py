@@ -1,8 +1,8 @@
 """The mainloop of decode from selected blocks: decode/fp8/mainloop, over the tiles of a list.
 
-A warp gathers the rows of its tiles of K and V by cp.async, row by row. The places of a tile's boxes are looked up a
-whole step before the copies that need them. Keys that do not exist, are not visible, or are of an entry that is no
-block are not read: they become zeros, and their scores -inf.
+A warp gathers the rows of its tiles of K and V by cp.async, row by row. Its lanes look up the places of several tiles
+at once, at least a whole step before the copies that need them. Keys that do not exist, are not visible, or are of an
+entry that is no block are not read: they become zeros, and their scores -inf.
 """
 
 import cutlass
@@ -38,27 +38,33 @@ class GatherFloat8(MainloopFloat8):
         tiles: ListTiles,
         caches: tuple,  # K and V of the head, (B or pages, S, D or Dv)
         valid: cute.Tensor,  # (stages,): existing keys of this lane's box of each tile in the ring
+        following: cute.Tensor,  # (3,): places of the tiles that the first steps copy
     ):
         """Copy the first tiles of this warp. All places are looked up before the first copy."""
-        places = [self.places(tiles, warp + s * self.warps) for s in range(self.stages)]
+        at_once = const_expr(self.facts.tiles_at_once)
+        places = [tiles.places(warp, n) for n in range(0, self.stages + 1, at_once)]
+        for x in range_constexpr(3):
+            following[x] = places[-1][x]
+        place = [tiles.of_tile(places[s // at_once], s) for s in range(self.stages)]
         for s in range_constexpr(self.stages):
             to = ring + s * (self.k.bytes + self.v.bytes)
-            valid[s] = places[s][2]
+            valid[s] = place[s][2]
             for x in range_constexpr(2):
                 if warp + s * self.warps < tiles.count:
-                    self.copy_tile((self.k, self.v)[x], caches[x], places[s], to + x * self.k.bytes)
+                    self.copy_tile((self.k, self.v)[x], caches[x], place[s], to + x * self.k.bytes)
                 cute.arch.cp_async_commit_group()
 
-    def places(self, tiles: ListTiles, i: Int32) -> tuple:
-        """ListTiles.places of the i-th tile, or of the last one."""
-        return tiles.places(cutlass.min(i, tiles.count - 1))
-
     @cute.jit
-    def run(self, c: WarpState, tiles: ListTiles, caches: tuple, valid: cute.Tensor, softcap: Float32):
+    def run(
+        self,
+        c: WarpState,
+        tiles: ListTiles,
+        caches: tuple,
+        valid: cute.Tensor,
+        following: cute.Tensor,
+        softcap: Float32,
+    ):
         """Run all tiles of this warp, every `warps`-th, after `fill_ring`."""
-        following = cute.make_rmem_tensor(3, Int32)  # place of the tile that the next step copies
-        for x, place in enumerate(self.places(tiles, c.warp + self.stages * self.warps)):
-            following[x] = place
         for i in cutlass.range(c.warp, tiles.count, self.warps, unroll=1):
             self.step_of_list(c, i, tiles, caches, valid, following, softcap)
 
@@ -70,20 +76,22 @@ class GatherFloat8(MainloopFloat8):
         tiles: ListTiles,
         caches: tuple,
         valid: cute.Tensor,  # (stages,)
-        following: cute.Tensor,  # (3,)
+        following: cute.Tensor,  # (3,): places of the tile that this step copies, and of later ones
         softcap: Float32,
     ):
         """Compute P and O of tile i."""
         scores, out = rows_and_columns(c.acc_S), rows_and_columns(c.acc_O)
         after = i + self.warps * self.stages
+        n, at_once = i // self.warps + self.stages, const_expr(self.facts.tiles_at_once)
         sK = self.slot(c, i // self.warps % self.stages)
         sV = sK + self.k.bytes
-        place, now = tuple(following[x] for x in range(3)), valid[0]
+        place, now = tiles.of_tile(tuple(following[x] for x in range(3)), n), valid[0]
         for s in range_constexpr(self.stages - 1):
             valid[s] = valid[s + 1]
         valid[self.stages - 1] = place[2]
-        for x, value in enumerate(self.places(tiles, after + self.warps)):  # not used in this step
-            following[x] = value
+        if n % at_once == at_once - 1:
+            for x, value in enumerate(tiles.places(c.warp, n + 1)):  # not used in this step
+                following[x] = value
         self.wait()
         c.acc_S.fill(0.0)
         self.multiply_k(c, sK)
