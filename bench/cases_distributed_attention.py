@@ -174,9 +174,9 @@ def moved(plan: ContextParallelPlan, local: list[torch.Tensor]) -> dict:
 
     moved_over_needed: what all ranks receive over the rows of K and V, of single heads, that a score of theirs needs.
     """
-    parts = [t.float() for t in exchange.gathered(*local[1:], plan)]
+    parts = [exchange.gathered(t, plan).float() for t in local[1:]]
     times = timed({
-        "gather": lambda: exchange.gathered(*local[1:], plan),
+        "gather": lambda: [exchange.gathered(t, plan) for t in local[1:]],
         "reduce": lambda: [exchange.reduced(t, plan, torch.bfloat16) for t in parts],
     }, ROUNDS)  # fmt: skip
     most = torch.tensor(plan.moved_bytes(*local[1:]) / 1e6, device=local[0].device)

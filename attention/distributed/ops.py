@@ -56,7 +56,7 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
-        k_buffer, v_buffer = gathered(k, v, plan)
+        k_buffer, v_buffer = gathered(k, plan), gathered(v, plan)
         out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
         kept = (k_buffer, v_buffer) if keep else (k, v)
         ctx.save_for_backward(q, *kept, out, lse)
@@ -75,7 +75,7 @@ def _gradients(ctx, dout, dlse) -> tuple:
     q, k, v, out, lse = ctx.saved_tensors
     plan = ctx.plan
     if not ctx.keep:
-        k, v = gathered(k, v, plan)
+        k, v = gathered(k, plan), gathered(v, plan)
     if dout is None:
         dout = torch.zeros_like(out)
     grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype

@@ -43,8 +43,6 @@ class ContextParallelPlan:
         own: int64 (tiles,) on the mask's device: this process's tiles that its mask needs, by their place in its shard.
         sends: int64 (tiles,): for each other process in turn, this process's tiles that go there, by their place.
         send_counts, receive_counts: how many tiles go to, and come from, each process, 0 for this one.
-        places: for each process, how many of its `sends` come before those for this process.
-        most_sent: tiles that the process that sends most sends.
         buffer: int64 (tiles,): numbers in the whole sequence of the tiles in the buffer, first this process's own.
         numbers: this process's tiles and those of the buffer, int32, as masks and score functions read them.
         mask: the BlockMask of this process's queries over the buffer.
@@ -61,8 +59,6 @@ class ContextParallelPlan:
     sends: Tensor
     send_counts: list[int]
     receive_counts: list[int]
-    places: list[int]
-    most_sent: int
     buffer: Tensor
     numbers: tuple[Tensor, Tensor]
     mask: BlockMask
@@ -209,7 +205,6 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
     chosen = dealing.best(costs)
     tiles, rows = deals.tiles[chosen], deals.counts[chosen]
     ragged = tiles.numel() * tile != length
-    most_sent = max(sum(row[source] for row in rows) - rows[source][source] for source in range(size))
     made = []
     for rank in ranks:
         sent, received = [row[rank] for row in rows], [*rows[rank]]
@@ -220,14 +215,9 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
             mask_mod = AtPositions(mask_mod or Band(None, None), *numbers, tile, length if ragged else None)
         lengths = tiles.shape[1] * tile, len(buffer) * tile
         local = BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
-        moved = own, sends, sent, received, _places(rows, rank), most_sent, buffer, numbers
+        moved = own, sends, sent, received, buffer, numbers
         made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], *moved, local, group))
     return made
-
-
-def _places(counts: list[list[int]], rank: int) -> list[int]:
-    """places of ContextParallelPlan, of the tiles that each process needs of each other."""
-    return [sum(row[source] for r, row in enumerate(counts[:rank]) if r != source) for source in range(len(counts))]
 
 
 def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> None:

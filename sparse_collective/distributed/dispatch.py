@@ -72,7 +72,7 @@ class ExchangeRouting(Routing):
         processes of a host 30 ms.
         """
         begin, total, device = self.rank * self.each, sum(self.arriving), self.order.device
-        own = self.table[:, begin : begin + self.each + 1].tolist()
+        own = [line[begin : begin + self.each + 1] for line in self.table]
         counts = [[end - start for start, end in itertools.pairwise(line)] for line in own]  # (ranks, experts)
         runs = [-(-sum(column) // group_rows) for column in zip(*counts, strict=True)]
         # Place of each expert's next row

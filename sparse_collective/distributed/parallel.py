@@ -8,6 +8,8 @@ its own. Indices are plain buffers of the rank's part; kernels run on local tens
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,15 @@ from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
 from cute_kernels.runtime.torch_compat import has_global_module_hook, is_dtensor
 
+from ..bsr import BsrMatrix
 from ..nn.gated import GatedBsrLinear, gated_linear
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.linear import BsrLinear
 from ..nn.module import BsrModule
 from ..nn.shards import check_same, pattern_hash
-from ..ops import bsr_gated_linear, bsr_grouped_linear, bsr_linear
+from ..ops import bsr_grouped_linear, bsr_linear
 from .exchange import index_of
+from .overlap import gated_into
 from .partition import Partition
 from .place import (
     Placed,
@@ -204,10 +208,13 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
         return gated_linear(x, W, self.own_bias(), self.activation, fused)
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        if self.bias is None and not self.training:
-            bsr_gated_linear(x, self.weight, activation=self.activation, out=out)
-        else:
-            out.copy_(self.local_forward(x))
+        self.into_of(self.weight)(x, out)
+
+    def into_of(self, W: BsrMatrix) -> Callable[[Tensor, Tensor], Any]:
+        """`into` with a weight that is looked up once for all parts of a call."""
+        if self.bias is not None or self.training:
+            return lambda x, out: out.copy_(self.local_forward(x))
+        return partial(gated_into, W, self.activation)
 
     def after(self, z: Tensor) -> Tensor:
         return gate(z, self.activation)
@@ -230,7 +237,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
         if requires_gradient(x, W, down_W, bias):
             y = FeedForward.apply(flat, W.stored, bias, down_W.stored, W, down_W, self.activation, group)
         else:
-            y = feed_forward(flat, group, self.into, down_W)
+            y = feed_forward(flat, group, self.into_of(W), down_W)
         return down.sum_after(y).view(*x.shape[:-1], -1)
 
 

@@ -29,10 +29,12 @@ class Routing:
 
     After `wait`:
 
-    table: starts on the CPU.
+    table: starts, as lists.
+    totals: (experts + 2) their sums over ranks.
     """
 
-    table: Tensor
+    table: list[list[int]]
+    totals: list[int]
 
     def __init__(self, choices: Tensor, experts: int, mesh: Any) -> None:
         self.group, self.rank, self.experts, self.k = mesh.get_group(), mesh.get_local_rank(), experts, choices.shape[1]
@@ -56,15 +58,16 @@ class Routing:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        self.table = table = self._table
-        wrong = (table[:, 0] + table[:, -1] - table[:, -2]).tolist()
-        if any(wrong):
-            ranks, totals = dist.get_process_group_ranks(self.group), table[:, -1].tolist()
-            found = ", ".join(f"{n} of {totals[i]} on rank {ranks[i]}" for i, n in enumerate(wrong) if n)
+        self.table = table = self._table.tolist()
+        self.totals = totals = [sum(column) for column in zip(*table, strict=True)]
+        if totals[0] or totals[-1] != totals[-2]:
+            wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
+            ranks = dist.get_process_group_ranks(self.group)
+            found = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
             raise ValueError(f"choices must be in [0, {self.experts}), the experts of all ranks; {found} are not")
 
     def read(self) -> list[list[int]]:
         """Wait for the table, and return the numbers of rows from each rank to each. Raises as `wait` does."""
         self.wait()
-        cuts = self.table[:, 0 : self.experts + 1 : self.each].tolist()
+        cuts = [line[0 : self.experts + 1 : self.each] for line in self.table]
         return [[end - begin for begin, end in itertools.pairwise(line)] for line in cuts]

@@ -9,8 +9,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from attention import block_sparse_attention, patterns
-from attention.distributed import ContextParallel, context_parallel_attention, exchange, plan_context_parallel
-from cute_kernels.runtime.peers import peers_of
+from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
 CU = (0, 70, 300, 301, 640, 880)
@@ -99,45 +98,6 @@ def one_process_and_many(device):
         compare_whole(plan, found, tensors, dout, mask, f"mask {number}")
         for a, b in zip(found, attend(plan, *tensors, dout, deterministic=True, keep_kv=True), strict=True):
             assert torch.equal(a, b)
-
-
-class GlooPeers:
-    """runtime.peers.Peers and Turn on the CPU: the barrier gathers all processes' memory."""
-
-    def take(self, size):
-        self.own = torch.full((size,), 255, dtype=torch.uint8)
-        return self
-
-    def ready(self):
-        self.all = [torch.empty_like(self.own) for _ in range(dist.get_world_size())]
-        dist.all_gather(self.all, self.own)
-
-    def of(self, rank):
-        return self.all[rank]
-
-
-def memory_of_peers(device):
-    """Tiles that are read from it are those of an all-to-all, in many turns, of keys and values of different widths."""
-    cuda = device.type == "cuda"
-    every_other = torch.arange(8) % 2 == 0  # so that no process needs all of its own tiles
-    some = patterns.BlockMask.from_blocks(every_other.expand(8, 8).to(device), lengths=(LENGTH, LENGTH))
-    arguments = [*(given for _, given in masks(device)), {"mask": some}]
-    plans = [plan_context_parallel(mesh=mesh_of(device), **given) for given in arguments]
-    assert not cuda or peers_of(plans[0].group, device) is not None
-    with pytest.MonkeyPatch.context() as patch:
-        for plan in plans * (5 if cuda else 1):
-            shape = 2, 2, plan.local_length
-            k, v = torch.randn(*shape, 64, device=device).half(), torch.randn(*shape, 96, device=device).half()
-            found = {}
-            for name, make in (
-                ("peers", peers_of if cuda else lambda *_: GlooPeers()),
-                ("all-to-all", lambda *_: None),
-            ):
-                patch.setattr(exchange, "peers_of", make)
-                for t in (k, v[..., :96], v.transpose(2, 3).contiguous().transpose(2, 3)):
-                    found[name] = [*found.get(name, ()), *exchange.gathered(k, t, plan)]
-            for a, b in zip(found["peers"], found["all-to-all"], strict=True):
-                assert torch.equal(a, b)
 
 
 def further_is_less(score, b, h, q, kv):
@@ -285,7 +245,6 @@ def errors(device):
 
 CHECKS = [
     one_process_and_many,
-    memory_of_peers,
     score_functions,
     checkpointing_and_compile,
     parallel_style,

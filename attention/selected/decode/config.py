@@ -26,9 +26,9 @@ WIDE_8 = {
     256: ((16, 3, 2), (16, 6, 1), (16, 2, 2)),
 }
 CLUSTERS = range(2, 9)  # of splits on sm_90; more than 8 CTAs are not portable
-# SMs of the GPCs of an H100 or H200, each of which holds whole clusters only. GPUs differ; these hold 30 clusters of
-# four, as measured (docs/notes/dense.md).
-GPCS = (18, 18, 18, 18, 16, 16, 14, 14)
+# Clusters of each size that an H200 holds at once, with a CTA on each of its 132 SMs (asked of the driver).
+RESIDENT = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+SMS = 132
 # In units of steps, of OVERHEAD; a model. A step of lone CTAs takes about 0.5 µs.
 EXCHANGE, COMBINE = 1.0, 5.0  # within a cluster, and by the combine kernel
 
@@ -100,7 +100,7 @@ def pick(facts: SelectedDecodeFacts) -> SelectedDecodeFacts:
 
 def resident_clusters(facts: SelectedDecodeFacts, sms: int) -> int:
     """Number of clusters that run at once."""
-    return max(sum(n * facts.config.ctas // facts.cluster for n in GPCS) * sms // sum(GPCS), 1)
+    return max(RESIDENT[facts.cluster] * facts.config.ctas * sms // SMS, 1)
 
 
 def with_splits(facts: SelectedDecodeFacts, items: int, keys: int, sms: int) -> tuple[SelectedDecodeFacts, int]:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 
 from .distributed import (
     all_gather_single,
-    copy_each,
     is_dtensor,
     reduce_scatter_single,
     resize_fully_sharded,
@@ -55,7 +54,6 @@ __all__ = [
     "any_autocast",
     "compiled_with_cuda_graphs",
     "constant_variable",
-    "copy_each",
     "count_flops",
     "current_device",
     "decomposition_of",

@@ -68,9 +68,3 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
 
     buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
-
-
-def copy_each(to: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to a tensor of its shape, by few kernels; sources may be in another GPU's memory."""
-    if to:
-        torch._foreach_copy_(to, sources)
