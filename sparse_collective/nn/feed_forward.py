@@ -85,9 +85,12 @@ class SwiGLU(nn.Module):
         return layer.train(gate_up.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = getattr(type(self.gate_up), "feed_forward", None)  # of a tensor-parallel layer, see distributed/parallel
-        y = None if both is None else both(self.gate_up, self.down, x)
-        return self.down(self.gate_up(x)) if y is None else y
+        gate_up, down = self.gate_up, self.down
+        if gate_up.__class__ is not GatedBsrLinear:
+            both = getattr(type(gate_up), "feed_forward", None)  # of a tensor-parallel layer, see distributed/parallel
+            if both is not None and (y := both(gate_up, down, x)) is not None:
+                return y
+        return down(gate_up(x))
 
 
 def routing_of(choices: Tensor, experts: int, group_rows: int, elsewhere: bool = False) -> Padding:
