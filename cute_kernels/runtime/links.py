@@ -63,10 +63,17 @@ class Link:
         self._event = torch.cuda.Event()
         self._before, self._pushes = 0, [0] * ranks  # pushes to a rank before this use, and in it
         self._turn: Any = None
+        self._device = device
 
     def begin(self, turn: Turn) -> None:
-        """Begin a turn, behind the current stream."""
-        self._turn, self._current = turn, torch.cuda.current_stream()
+        """Begin a turn, behind the current stream.
+
+        Raises:
+            RuntimeError: an earlier use did not end, because of an error; ranks may have counted different pushes.
+        """
+        if self._turn is not None:
+            raise RuntimeError("an earlier call of a layer with overlap=True ended by an error; restart the processes")
+        self._turn, self._current = turn, torch.cuda.current_stream(self._device)
         self._handles = self._stream.cuda_stream, self._current.cuda_stream
         self.follow()
 
@@ -90,10 +97,14 @@ class Link:
         counter, count = self._addresses[self.rank] + 4 * rank, (self._before + pushes) % 2**32
         check(self._driver.cuStreamWaitValue32(self._handles[1], counter, count, 0))  # 0: at least, modulo 2^32
 
-    def end(self) -> None:
-        """Let the current stream wait for this rank's pushes."""
+    def join(self) -> None:
+        """Let the current stream wait for this rank's pushes, so that their sources can be freed."""
         self._event.record(self._stream)
         self._current.wait_event(self._event)
+
+    def end(self) -> None:
+        """End a use, and join."""
+        self.join()
         self._before += max(self._pushes)
         self._pushes, self._turn = [0] * self.ranks, None
 

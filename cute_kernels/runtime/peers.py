@@ -94,7 +94,8 @@ class Peers:
     """Two buffers of each rank of a group, which take turns. See peers_of.
 
     All ranks call `take`, with equal sizes, and `ready` in the same order. The reads of a turn are launched before the
-    next turn's `ready`, on one stream, or on others that it waits for.
+    next turn's `take`, on the stream that is current then, or on others that it waits for. A turn on another stream
+    waits for that of the last one.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -103,6 +104,7 @@ class Peers:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._turn = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
+        self._stream: Any = None  # of the last turn
         self._turns: list[dict[int, Turn]] = [{}, {}]  # of each buffer, by size
 
     @property
@@ -114,6 +116,11 @@ class Peers:
     def take(self, size: int) -> Turn:
         """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
         replaced, which synchronizes."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
         place = self._turn % 2
         self._turn += 1
         kept = self._buffers[place]

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from cute_kernels.runtime.peers import peers_of
 
 from ..expert_rows.dispatch import supports
-from ..nn.feed_forward import combined
+from ..nn.feed_forward import check_routing, combined
 from .peer_dispatch import routed_over_peers
 from .routing import Layers, Routing
 
@@ -164,7 +164,12 @@ def routed_over_ranks(
 
     Returns:
         (T, N) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
+
+    Raises:
+        ValueError: the shapes of x, choices and weights do not fit each other, on this rank alone; or a choice is no
+            expert, on all ranks.
     """
+    check_routing(x, choices, weights)
     peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
     if peers is not None and supports(x, weights, experts):
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)

@@ -124,7 +124,7 @@ class BsrExpertParallel(ParallelStyle):
     Takes BsrMixtureOfExperts and BsrExperts, of any density. Each rank holds experts / ranks of them, in the order of
     ranks, and passes its own tokens to forward. Tokens go to the ranks that hold their experts, and results come back;
     results and their order are those of one process. On GPUs of one host, kernels read both from other ranks' memory,
-    in two buffers of each rank, of which the larger has room for its experts' results; elsewhere all-to-alls move them.
+    in two buffers of each rank, as large as the largest layout of a rank so far; elsewhere all-to-alls move them.
     Numbers of tokens may differ between ranks, and be 0. All ranks call forward and backward together.
 
     `values` become DTensors placed as Shard(0). state_dict() is one process's, as of tensor-parallel layers. Other

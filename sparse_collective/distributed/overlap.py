@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -93,11 +94,15 @@ class Exchange:
     meanwhile: Callable[[], Any] | None = None
 
     def run(self, group: Any) -> None:
-        memory = link_of(group, self.like.device) if self.tokens and dist.get_world_size(group) > 1 else None
+        alone = not self.tokens or dist.get_world_size(group) == 1
+        memory = None if alone or captured(self.like) else link_of(group, self.like.device)
         if memory is None:
-            self.collect(group)
-        else:
+            return self.collect(group)
+        try:
             self.push(*memory)
+        except BaseException:
+            memory[1].join()
+            raise
 
     def collect(self, group: Any) -> None:
         """By all_gather_single and all_to_all_single, before and after all GEMMs."""
@@ -190,6 +195,11 @@ class Exchange:
             tokens = [[x[part] for part in parts] for x in received.view(others, self.tokens, width)]
             turn.views[key] = tokens, [arrived[:, piece] for piece in pieces]
         return turn.views[key]
+
+
+def captured(x: Tensor) -> bool:
+    """True if a CUDA graph records this call; a replay would wait for the counts of the recorded one."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _sum_of(arrived: Tensor) -> Tensor | None:

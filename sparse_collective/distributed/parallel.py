@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
+from cute_kernels.runtime import front
 from cute_kernels.runtime.torch_compat import has_global_module_hook, is_dtensor
 
 from ..bsr import BsrMatrix
@@ -53,7 +54,7 @@ class TensorParallel(PlacedState):
 
     place: Placed
     bias: nn.Parameter | None
-    tokens_compared = False  # True after a first call in which all ranks had equally many tokens
+    tokens_compared: tuple | None = None  # the tokens' shape in the last call that compared it over the ranks
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -110,32 +111,32 @@ class TensorParallel(PlacedState):
         """
         if not self.place.overlap or is_dtensor(x) or routing or options or x.dtype is not self.values.dtype:
             return False
-        if recorded(x) or torch.is_autocast_enabled(x.device.type):
+        if recorded(x) or torch.is_autocast_enabled(x.device.type) or front.hidden():
             return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
         return True
 
     def compare_tokens(self, x: Any) -> None:
-        """Compare the tokens' shapes on all ranks; collectives take them to be equal. Synchronizes.
+        """Compare the tokens' shapes on all ranks; collectives take them to be equal. Synchronizes if the shape is new.
 
         Nothing where shapes are those of a DTensor, and while torch.compile, CUDA graphs or fake tensors record a call.
 
         Raises:
             RuntimeError: they differ; on all ranks.
         """
-        if type(x) is not Tensor or recorded(x):
+        if type(x) is not Tensor or x.shape[:-1] == self.tokens_compared or recorded(x):
             return
         shape = tuple(x.shape[:-1])
         check_same(
             type(self).__name__, f"the shape of the tokens, here {shape},", zlib.crc32(repr(shape).encode()),
             self.place.mesh, "pad them to one shape, or pass x as a DTensor",
         )  # fmt: skip
-        self.tokens_compared = True
+        self.tokens_compared = shape
 
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
-        if not self.tokens_compared:
+        if self.tokens_compared is None or place.overlap:
             self.compare_tokens(x)
         if self.overlaps(x, routing, options):
             return self.overlapped(x)
@@ -230,8 +231,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
             return None
         if hooked(self) or hooked(down) or not self.overlaps(x, (), {}):
             return None
-        if not self.tokens_compared:
-            self.compare_tokens(x)
+        self.compare_tokens(x)
         W, down_W, bias, group = self.weight, down.weight, self.own_bias(), self.place.mesh.get_group()
         flat = x.reshape(-1, x.shape[-1])
         if requires_gradient(x, W, down_W, bias):

@@ -48,7 +48,7 @@ class Routing:
         self._table = self.starts.to("cpu", non_blocking=True)
         self._copied = None if keys.device.type == "cpu" else torch.get_device_module(keys.device).Event()
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.get_device_module(keys.device).current_stream(keys.device))
 
     def wait(self) -> None:
         """Wait for the table of all ranks. Synchronizes.

@@ -18,7 +18,7 @@ from .gated import GatedBsrLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 
-__all__ = ["BsrMixtureOfExperts", "SwiGLU", "combined", "routed", "routing_of", "sorted_choices"]
+__all__ = ["BsrMixtureOfExperts", "SwiGLU", "check_routing", "combined", "routed", "routing_of", "sorted_choices"]
 
 
 class SwiGLU(nn.Module):
@@ -142,13 +142,23 @@ def routed(
         group_rows: rows of a run.
         layers: of the padded tokens (rows, K) and the expert of each run, the result (rows, N).
         elsewhere: True if choices may also be `experts` and more; their weights must be 0.
+
+    Raises:
+        ValueError: the shapes of x, choices and weights do not fit each other.
     """
+    check_routing(x, choices, weights)
     if routed_rows.served(x, choices, weights, experts):
         rows = routed_rows.rows_of(*sorted_choices(choices, experts), experts, choices.shape[1], group_rows)
         return routed_rows.sums(layers(*routed_rows.layout(x, rows)), weights, rows, x.dtype)
     padding = routing_of(choices, experts, group_rows, elsewhere)
     y = layers(spread(x, padding, choices.shape[1]), padding.groups)
     return combined(taken(y, padding).unflatten(0, choices.shape), weights, x.dtype)
+
+
+def check_routing(x: Tensor, choices: Tensor, weights: Tensor) -> None:
+    if x.dim() != 2 or choices.dim() != 2 or weights.shape != choices.shape or x.shape[0] != choices.shape[0]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, choices, weights))
+        raise ValueError(f"tokens (T, K) need choices and weights (T, k), got shapes {shapes}")
 
 
 class WeightedSum(torch.autograd.Function):

@@ -77,7 +77,7 @@ class Cluster:
         self.ranks, self.here, self.barrier = ranks, threading.local(), threading.Barrier(ranks, timeout=SECONDS)
         self.buffers = [None] * ranks
         cuda = SimpleNamespace(
-            Stream=Stream, Event=Event, current_stream=lambda: self.here.stream, synchronize=lambda device: None
+            Stream=Stream, Event=Event, current_stream=lambda device: self.here.stream, synchronize=lambda device: None
         )
         for module in (links, peers):
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor, int64=torch.int64))

@@ -100,3 +100,10 @@ def test_a_cuda_graph_replays_other_choices():
         x.copy_(x.flip(1))
         graph.replay()
         assert torch.equal(y, run(x, choices, weights, matrices))
+
+
+@pytest.mark.parametrize("shapes", [((3, 8), (3, 2), (3, 1)), ((4, 8), (3, 2), (3, 2)), ((3, 8), (3,), (3,))])
+def test_shapes_that_do_not_fit(shapes):
+    x, choices, weights = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match="need choices and weights"):
+        routed(x, choices.long(), weights, 4, 64, lambda x, ids: x)
