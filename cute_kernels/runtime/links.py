@@ -98,7 +98,9 @@ class Link:
         check(self._driver.cuStreamWaitValue32(self._handles[1], counter, count, 0))  # 0: at least, modulo 2^32
 
     def join(self) -> None:
-        """Let the current stream wait for this rank's pushes, so that their sources can be freed."""
+        """Let the current stream wait for the pushes of a use, if one has begun, so that their sources can be freed."""
+        if self._turn is None:
+            return
         self._event.record(self._stream)
         self._current.wait_event(self._event)
 

@@ -30,7 +30,7 @@ from .. import dispatch
 from ..arguments import BsrArgs
 from ..bsr import BsrMatrix
 
-__all__ = ["Exchange", "gated_into", "linear_into", "parts_of"]
+__all__ = ["Exchange", "captured", "gated_into", "linear_into", "parts_of"]
 
 PART_TOKENS = 2048  # of a part at least, for which GEMMs fill the GPU
 PART_BYTES = 2**22  # of a part of x or y at least: below it copy engines do not reach NVLink's bandwidth

@@ -28,7 +28,7 @@ from ..nn.module import BsrModule
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear, bsr_linear
 from .exchange import index_of
-from .overlap import gated_into
+from .overlap import captured, gated_into
 from .partition import Partition
 from .place import (
     Placed,
@@ -177,7 +177,7 @@ class TensorParallel(PlacedState):
 
 def recorded(x: Tensor) -> bool:
     """True if torch.compile or a CUDA graph records this call."""
-    return torch.compiler.is_compiling() or x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or captured(x)
 
 
 def hooked(layer: Any) -> bool:

@@ -4,7 +4,7 @@
     sums       out[t] = sum_j weights[t, j] y[place]   backward: weights times gradients of sums, in the layout, and
                                                        for weights the dot products of the latter with rows of y
 
-These three functions are each other's derivatives, so they are differentiable any number of times.
+Both are differentiable any number of times: their derivatives are the same kernels.
 """
 
 from __future__ import annotations
