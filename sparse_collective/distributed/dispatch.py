@@ -159,11 +159,11 @@ def routed_over_ranks(
         weights: (T, k), by which the results of a token's choices are multiplied.
         experts: of all ranks, a multiple of them; each holds as many, in the order of ranks.
         group_rows: rows of a run.
-        layers: this rank's experts, from (rows, K) to (rows, N).
+        layers: this rank's experts, from (rows, K) to as many results.
         mesh: one-dimensional.
 
     Returns:
-        (T, N) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
+        (T, K) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
 
     Raises:
         ValueError: the shapes of x, choices and weights do not fit each other, on this rank alone; or a choice is no
@@ -174,5 +174,5 @@ def routed_over_ranks(
     if peers is not None and supports(x, weights, experts):
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)
     routing = ExchangeRouting(choices, experts, mesh)
-    y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids)
+    y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids, None)
     return combined(Return.apply(y, routing).unflatten(0, choices.shape), weights, x.dtype)

@@ -69,12 +69,13 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
         return [torch.arange(begin, end, device=crow.device) for begin, end in zip(cuts, cuts[1:], strict=False)]
 
     def forward(
-        self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None, group_rows: int | None = None
-    ) -> Tensor:
+        self, x: Tensor, offs: Tensor | None = None, *, expert_ids: Tensor | None = None,
+        group_rows: int | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         bias = None if self.bias is None else own_part(self.bias, 0, self.place.each)
         return bsr_grouped_linear(
             x, self.weight, offs=offs, expert_ids=expert_ids, group_rows=group_rows, bias=bias,
-            activation=self.activation,
+            activation=self.activation, out=out,
         )  # fmt: skip
 
 
@@ -86,7 +87,11 @@ class OverRanks(nn.Module):
     def over_ranks(self, x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> Tensor:
         """The experts' weighted results for tokens x (T, dim) of this rank."""
         module: Any = self
-        return routed_over_ranks(x, choices, weights, experts, module.group_rows, module._layers, self.place.mesh)
+
+        def layers(rows: Tensor, expert_ids: Tensor, out: Tensor | None) -> Tensor:
+            return module.down(module._hidden(rows, expert_ids), expert_ids=expert_ids, out=out)
+
+        return routed_over_ranks(x, choices, weights, experts, module.group_rows, layers, self.place.mesh)
 
 
 class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):

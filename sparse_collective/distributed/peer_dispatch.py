@@ -5,15 +5,19 @@ all ranks' tokens. The results are published likewise, and one kernel adds those
 sending, and no copies between the order of a transfer and that of the layout. The host reads the table of where each
 rank's rows of each expert begin, for the number of rows in the layout; all else is computed on the device:
 
-    stream    sort [ exchange table ] copy tokens, barrier, places      dispatch  experts   copy y, barrier, combine
-    host                                        waits for the table -> launches                              <- time
+    stream    sort [ exchange table ] copy tokens, barrier, places, dispatch      experts, barrier, combine
+    host                              launches these, waits for the table   -> launches these       time ->
 
-Gradients go the same ways: those of the sums to the layouts, times weights, and those of the layouts to tokens.
+`dispatch` is launched before the table has arrived, into a layout with room for what earlier calls make likely; then it
+is cut to its rows. If there are more, `dispatch` runs again. Without gradients the experts write results to the shared
+buffer themselves. Gradients go the same ways: those of the sums to the layouts, times weights, and those of the layouts
+to tokens.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -29,6 +33,11 @@ __all__ = ["routed_over_peers"]
 
 ORDER, WEIGHT = 8, 4  # bytes of a choice in the order of choices, and of its weight
 LEAST = 16  # bytes of a turn
+SPARE = 1 / 16  # of the rows that are expected: room for more
+FORGET = 1 / 8  # of the difference, if a call has fewer than expected
+UNEVEN = 2  # times this rank's choices: with more rows the host waits for their number
+
+_SHARES: weakref.WeakKeyDictionary[Peers, dict[int, float]] = weakref.WeakKeyDictionary()  # see PeerRouting.expected
 
 
 class PeerRouting(Routing):
@@ -42,6 +51,7 @@ class PeerRouting(Routing):
 
     rows: list[int]
     tokens: int
+    _turn: Turn | None = None  # of results that layers write
 
     def __init__(self, choices: Tensor, experts: int, group_rows: int, mesh: Any, peers: Peers) -> None:
         super().__init__(choices, experts, mesh)
@@ -69,35 +79,72 @@ class PeerRouting(Routing):
         Tokens are published before the host knows how many other ranks have, if the buffer has room for them. If it has
         not for those of another rank, all ranks do so again.
         """
-        turn, room = None, self.peers.room
+        turn, early, room = None, None, self.peers.room
         published = room // self.size(x, 1)  # tokens that there is room for
         if room:
             turn = self.peers.take(room)
             if len(x) <= published:
                 self.publish(x, None, turn, published)
             turn.ready()
-        self.places, self.segments = places_of(self.starts, self.order, self.rank, self.k, self.group_rows)
+        self.locate(published if room else None)
+        expected = self.expected() if room else 0
+        if turn is not None and expected:
+            early = self.layout(x, turn, published, expected)
         self.wait()
         # The host has slept, and the GPU waits for it: plain Python is faster here than small tensors.
         runs = [-(-(end - begin) // self.group_rows) for begin, end in itertools.pairwise(self.totals[:-1])]
         self.rows = [self.group_rows * sum(runs[i : i + self.each]) for i in range(0, self.experts, self.each)]
         self.tokens = max(line[-1] for line in self.table) // self.k
         if turn is None or self.tokens > published:
-            published = self.tokens
+            if turn is not None:
+                self.locate(None)
+            published, expected = self.tokens, 0
             turn = self.take(self.size(x, published))
             self.publish(x, None, turn, published)
             turn.ready()
-        order_at, _ = self.offsets(x, published)
         rows = self.rows[self.rank]
+        self.learn()
+        if early is None or rows > expected:
+            return self.layout(x, turn, published, rows)
+        return early[0].resize_(rows, x.shape[1]), early[1].resize_(rows // self.group_rows)
+
+    def locate(self, tokens: int | None) -> None:
+        """Compute the place of each choice, and segments, which are empty if a rank has more tokens than these."""
+        self.places, self.segments = places_of(self.starts, self.order, self.rank, self.k, self.group_rows, tokens)
+
+    def layout(self, x: Tensor, turn: Turn, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The layout, cut to these rows, and the expert of each run; buffers have room for so many tokens."""
+        order_at, _ = self.offsets(x, tokens)
         return to_layout(turn.pointers, self.segments, rows, x.shape[1], x.dtype, order_at)
+
+    def expected(self) -> int:
+        """Rows that the layout hardly exceeds: this rank's choices times the share of earlier calls. 0: unknown."""
+        share = _SHARES.get(self.peers, {}).get(self.experts, UNEVEN)
+        rows = int(share * (1 + SPARE) * len(self.order)) + self.each * self.group_rows
+        return rows // self.group_rows * self.group_rows if share < UNEVEN else 0
+
+    def learn(self) -> None:
+        """Keep the rows of this rank's experts over its choices, the largest of late, for all layers of the group."""
+        first, shares = self.rank * self.each, _SHARES.setdefault(self.peers, {})
+        share = (self.totals[first + self.each] - self.totals[first]) / max(1, len(self.order))
+        before = shares.get(self.experts, 0.0)
+        shares[self.experts] = max(share, before - FORGET * (before - share))
+
+    def room_for(self, like: Tensor) -> Tensor:
+        """Memory for results like these rows (rows, N), in this rank's shared buffer; `sums` of it copies nothing."""
+        self._turn = self.take(max(self.rows) * like.shape[1] * like.element_size())
+        return self._turn.own[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
     def take(self, size: int) -> Turn:
         return self.peers.take(max(size, LEAST))
 
     def sums(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(T, N) sums of the rows of this rank's choices, from the y (rows, N) of all ranks."""
-        turn = self.take(max(self.rows) * y.shape[1] * y.element_size())
-        fill(turn.own, 0, y)
+        turn, self._turn = self._turn, None
+        if turn is None:
+            turn = self.take(max(self.rows) * y.shape[1] * y.element_size())
+        if y.data_ptr() != turn.own.data_ptr():  # a hook may have replaced what layers wrote
+            fill(turn.own, 0, y)
         turn.ready()
         out = y.new_empty(len(self.order) // self.k, y.shape[1], dtype=dtype)
         return from_layouts(turn.pointers, self.places, weights, y.dtype, out, self.k)
@@ -165,4 +212,7 @@ def routed_over_peers(
 ) -> Tensor:
     """dispatch.routed_over_ranks for ranks that read each other's memory; see there."""
     routing = PeerRouting(choices, experts, group_rows, mesh, peers)
-    return Combine.apply(layers(*Dispatch.apply(x, routing)), weights, routing, x.dtype)
+    rows, expert_ids = Dispatch.apply(x, routing)
+    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+    y = layers(rows, expert_ids, routing.room_for(rows) if plain else None)
+    return Combine.apply(y, weights, routing, x.dtype)

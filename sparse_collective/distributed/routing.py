@@ -16,7 +16,8 @@ from ..nn.feed_forward import sorted_choices
 
 __all__ = ["Layers", "Routing"]
 
-Layers = Callable[[Tensor, Tensor], Tensor]  # of padded rows (rows, K) and the expert of each run, here numbered from 0
+# (padded rows (rows, K), expert of each run, numbered from this rank's first, memory for the results or None)
+Layers = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Routing:

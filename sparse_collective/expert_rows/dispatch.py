@@ -41,19 +41,23 @@ def supports(x: Tensor, weights: Tensor, experts: int) -> bool:
     return rows and weights.dtype in NAMES and experts <= MOST_EXPERTS
 
 
-def places_of(table: Tensor, order: Tensor, rank: int, k: int, group_rows: int) -> tuple[Tensor, Segments]:
+def places_of(
+    table: Tensor, order: Tensor, rank: int, k: int, group_rows: int, tokens: int | None = None
+) -> tuple[Tensor, Segments]:
     """The place of each choice, and the segments of this rank's layout.
 
     Args:
         table: see Segments.
         order: (T * k,) int64, the choice of each of this rank's sorted rows.
+        tokens: if a rank has more, segments are empty, so that nothing is read of ranks.
 
     Returns:
         (T * k,) int64, rank << 32 | row of its layout, or -1 for choices of no expert; the segments.
     """
     ranks, each = table.shape[0], (table.shape[1] - 2) // table.shape[0]
     places, firsts = torch.empty_like(order), order.new_empty(each * ranks + 1, dtype=torch.int32)
-    _function(order, "places")[0](table, order, places, firsts, rank, each, group_rows)
+    most = 2**31 if tokens is None else tokens * k
+    _function(order, "places")[0](table, order, places, firsts, rank, each, group_rows, most)
     return places, Segments(table, firsts, rank * each, k, group_rows)
 
 

@@ -30,7 +30,7 @@ class ExpertRows(Family):
 
         step, weighted, local, number = facts.step, facts.weighted, facts.local, Int32(1)
         if step == "places":
-            return numbers(2), numbers(), numbers(), numbers(1, "int32"), number, number, number, fake_stream()
+            return numbers(2), numbers(), numbers(), numbers(1, "int32"), *[number] * 3, Int64(1), fake_stream()
         if step == "values":
             source = numbers(1, "float32") if local else numbers()
             return source, numbers(), numbers(1, "float32"), fake_stream()

@@ -104,17 +104,18 @@ class Places:
         rank: Int32,
         each: Int32,  # experts of a rank
         group_rows: Int32,
+        most: Int64,  # choices of a rank; if one has more, segments are empty
         stream: cuda.CUstream,
     ):
         grid = (order.shape[0] // (THREADS * self.ahead) + 1, 1, 1)
-        self.kernel(table, order, places, firsts, rank, each, group_rows).launch(
+        self.kernel(table, order, places, firsts, rank, each, group_rows, most).launch(
             grid=grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, table: cute.Tensor, order: cute.Tensor, places: cute.Tensor, firsts: cute.Tensor, rank: Int32,
-        each: Int32, group_rows: Int32,
+        each: Int32, group_rows: Int32, most: Int64,
     ):  # fmt: skip
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
@@ -138,11 +139,15 @@ class Places:
                 first = first + sRows[other]
             sFirsts[e] = sFirsts[e] + first
             if (cta == 0) & (owner == rank):
+                keep = Int32(1)
                 for r in cutlass.range(ranks, unroll=1):
-                    firsts[(e - owner * each) * ranks + r] = first
+                    if table[r, experts + 1] > most:
+                        keep = Int32(0)
+                for r in cutlass.range(ranks, unroll=1):
+                    firsts[(e - owner * each) * ranks + r] = first * keep
                     first = first + Int32(table[r, e + 1] - table[r, e])
                 if e + 1 == (owner + 1) * each:
-                    firsts[each * ranks] = (first + group_rows - 1) // group_rows * group_rows
+                    firsts[each * ranks] = (first + group_rows - 1) // group_rows * group_rows * keep
         cute.arch.sync_threads()
         for u in range_constexpr(self.ahead):
             row = (cta * self.ahead + u) * THREADS + tidx

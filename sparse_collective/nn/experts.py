@@ -79,9 +79,11 @@ class BsrExperts(nn.Module):
         return routed(hidden_states, top_k_index, top_k_weights, self.num_experts, self.group_rows, self._layers)
 
     def _layers(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        return self.down(self._hidden(x, expert_ids), expert_ids=expert_ids)
+
+    def _hidden(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         g, u = self.gate_up(x, expert_ids=expert_ids).chunk(2, dim=-1)
-        hidden = (g if self.activation is None else ACTIVATIONS[self.activation](g)) * u
-        return self.down(hidden, expert_ids=expert_ids)
+        return (g if self.activation is None else ACTIVATIONS[self.activation](g)) * u
 
     def extra_repr(self) -> str:
         return f"experts={self.num_experts}, activation={self.activation!r}, group_rows={self.group_rows}"

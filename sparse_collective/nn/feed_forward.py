@@ -268,8 +268,10 @@ class BsrMixtureOfExperts(nn.Module):
         return y.view(x.shape)
 
     def _layers(self, x: Tensor, expert_ids: Tensor) -> Tensor:
-        hidden = self.gate(x, expert_ids=expert_ids) * self.up(x, expert_ids=expert_ids)
-        return self.down(hidden, expert_ids=expert_ids)
+        return self.down(self._hidden(x, expert_ids), expert_ids=expert_ids)
+
+    def _hidden(self, x: Tensor, expert_ids: Tensor) -> Tensor:
+        return self.gate(x, expert_ids=expert_ids) * self.up(x, expert_ids=expert_ids)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, top_k={self.top_k}, group_rows={self.group_rows}"

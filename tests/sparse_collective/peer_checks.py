@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cute_kernels.dtypes import NAMES
 from cute_kernels.runtime.peers import Peers
-from sparse_collective.distributed import dispatch
+from sparse_collective.distributed import dispatch, peer_dispatch
 from sparse_collective.expert_rows import dispatch as rows
 from sparse_collective.expert_rows.config import RowsFacts
 
@@ -141,4 +141,23 @@ def calls_in_turn(device):
             near(y, alone(part))
 
 
-CHECKS = [experts_between_peers, both_ways_agree, calls_in_turn]
+def layouts_with_room(device):
+    """A layout is filled before its rows are known, and again if they are more than expected."""
+    alone, rank = mixture(device), dist.get_rank()
+    model, tokens = parallelized(alone, mesh_of(device)), 192
+    even = torch.arange(tokens, device=device)[:, None] % EXPERTS, torch.arange(tokens, device=device)[:, None] + 3
+    even = torch.cat(even, 1) % EXPERTS
+    first = torch.tensor([[0, 1]], device=device).expand(tokens, 2)  # experts of the first rank
+    weights, launches = torch.rand(tokens, 2, device=device), []
+    with shared_memory(device), torch.no_grad():
+        for choices in (even, even, first, even):
+            for m in (model, alone):
+                m.route = lambda x, choices=choices: (weights, choices)
+            x = normal(tokens, expert_checks.DIM, device=device)
+            with mock.patch.object(peer_dispatch, "to_layout", wraps=rows.to_layout) as fill:
+                near(model(x), alone(x))
+            launches.append(len(fill.call_args_list))
+    assert launches == [1, 1, 1 if rank else 2, 1]
+
+
+CHECKS = [experts_between_peers, both_ways_agree, calls_in_turn, layouts_with_room]

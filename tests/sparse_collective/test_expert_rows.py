@@ -114,6 +114,27 @@ def test_places(where, name):
         assert found[owner][1].firsts[-1] == len(rows)
 
 
+@pytest.mark.parametrize("name", CASES)
+@WHERE
+def test_no_segments_if_a_rank_has_too_many_tokens(where, name):
+    """Nothing is read of ranks then, and the layout is padding; places are those of any layout."""
+    ranks = made(where, name)
+    right = places_of(where, ranks)
+    for tokens in (ranks.most, ranks.most - 1):
+        for rank, order in enumerate(ranks.orders):
+            with place_of(where):
+                places, segments = dispatch.places_of(
+                    ranks.table.to(ranks.device), order.to(ranks.device), rank, ranks.k, GROUP_ROWS, tokens
+                )
+                nowhere = torch.zeros(ranks.ranks, dtype=torch.int64, device=ranks.device)
+                if tokens < ranks.most:
+                    out, ids = dispatch.to_layout(nowhere, segments, 2 * GROUP_ROWS, 8, torch.bfloat16, 0)
+                    assert not out.any() and (ids == ranks.each).all() and not segments.firsts.any()
+                else:
+                    assert torch.equal(segments.firsts, right[rank][1].firsts)
+            assert torch.equal(places, right[rank][0])
+
+
 @WHERE
 def test_choices_of_no_expert(where):
     """They have no place, and add nothing."""

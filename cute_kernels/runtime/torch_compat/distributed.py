@@ -66,5 +66,6 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
     """uint8 (size,) that the other ranks of a group can read, and the handle of all ranks' buffers; collective."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # or only calls in inference mode could write to it
+        buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
