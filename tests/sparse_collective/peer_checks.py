@@ -149,6 +149,7 @@ def layouts_with_room(device):
     even = torch.cat(even, 1) % EXPERTS
     first = torch.tensor([[0, 1]], device=device).expand(tokens, 2)  # experts of the first rank
     weights, launches = torch.rand(tokens, 2, device=device), []
+    peer_dispatch._SHARES.clear()
     with shared_memory(device), torch.no_grad():
         for choices in (even, even, first, even):
             for m in (model, alone):
