@@ -4,9 +4,10 @@ Each rank has t tokens. The first layer multiplies the tokens of all ranks; the 
 its result for all tokens, and the owner of a token adds these. Tokens of other ranks are worked on in parts, own ones
 last. Two ranks, two parts a and b:
 
-    GEMMs   1st own, half | 1st a | 2nd a | 1st b | 2nd b | 1st own, rest | 2nd own, adds what arrived, in two pieces
-    pushes  x a, b                        | y a           | y b
+    GEMMs   1st own, half | 1st a | 1st b | 2nd a | 2nd b | 1st own, rest | 2nd own, adds what arrived
+    pushes  x a, b                                | y a   | y b
 
+Parts take turns on two streams: the GEMM of one part begins on multiprocessors that have finished with the other's.
 With more ranks rank r works on tokens of r + 1, r + 2, ... and sends its own to r - 1, r - 2, ..., so that no rank is
 sent to by two at once, and all own tokens of the first layer come first.
 """
@@ -134,7 +135,10 @@ class Exchange:
         room_x, room_y = self.tokens * row_x, self.tokens * row_y  # bytes, of each other rank
         all_x = -(-(ranks - 1) * room_x // 256) * 256
         turn = peers.take(all_x + (ranks - 1) * room_y)
-        received, arrived = self._rooms(turn, ranks - 1, all_x, parts, pieces)
+        both = self.first is not None and self.second is not None
+        # All results have arrived behind the rest of own tokens.
+        ends = [slice(0, self.tokens)] if ranks == 2 and both and len(parts) > 1 else pieces
+        received, arrived = self._rooms(turn, ranks - 1, all_x, parts, ends)
         summands = self.like.new_empty(ranks - 1, self.tokens, self.columns)
         front = self.tokens  # rows of own tokens that begin the first layer
 
@@ -146,11 +150,13 @@ class Exchange:
                     link.push((rank - 1 - place) % ranks, place * room_x + begin, x.data_ptr() + begin, size)
             if ranks == 2 and self.second:
                 front = pieces[(len(pieces) - 1) // 2].stop
-            self.first(x[:front], self._rows(rank, slice(0, front)))
-        for place in range(ranks - 1):
+            with link.aside():
+                self.first(x[:front], self._rows(rank, slice(0, front)))
+        works = itertools.product(range(ranks - 1), enumerate(parts, 1))
+        for turns, (place, (number, part)) in enumerate(works):
             source = (rank + 1 + place) % ranks
-            for number, part in enumerate(parts, 1):
-                rows = self._rows(source, part)
+            rows = self._rows(source, part)
+            with link.aside(turns % 2 == 1):
                 if self.first:
                     link.wait(source, number)
                     tokens = received[place][number - 1]
@@ -168,15 +174,17 @@ class Exchange:
                 self.first(x[front:], self._rows(rank, slice(front, self.tokens)))
             if self.gathered is not None:
                 self.gathered[self._rows(rank, slice(0, self.tokens))].copy_(x)
+        link.meet()
         if self.meanwhile:
             self.meanwhile()
         if self.last:
             before = len(parts) if self.first else 0
-            for number, piece in enumerate(pieces, 1 + before):
+            for end, summand in zip(ends, arrived, strict=True):
+                pushes = before + sum(piece.start < end.stop for piece in pieces)
                 for source in range(ranks):
                     if source != rank:
-                        link.wait(source, number)
-                self.last(self._rows(rank, piece), piece, _sum_of(arrived[number - 1 - before]))
+                        link.wait(source, pushes)
+                self.last(self._rows(rank, end), end, _sum_of(summand))
         link.end()
 
     def _rows(self, rank: int, part: slice) -> slice:
@@ -184,16 +192,16 @@ class Exchange:
         return slice(rank * self.tokens + part.start, rank * self.tokens + part.stop)
 
     def _rooms(
-        self, turn: Turn, others: int, all_x: int, parts: list[slice], pieces: list[slice]
+        self, turn: Turn, others: int, all_x: int, parts: list[slice], ends: list[slice]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Views of a turn for x of other ranks, by rank and part, and for summands by piece, each (others, rows, N)."""
+        """Views of a turn for x of other ranks, by rank and part, and for summands by end, each (others, rows, N)."""
         width, dtype = 0 if self.x is None else self.x.shape[1], self.like.dtype
-        key = self.tokens, width, self.columns, dtype, len(parts), len(pieces)
+        key = self.tokens, width, self.columns, dtype, len(parts), len(ends)
         if key not in turn.views:
             received = turn.own[: others * self.tokens * width * dtype.itemsize].view(dtype)
             arrived = turn.own[all_x:].view(dtype).view(others, self.tokens, self.columns)
             tokens = [[x[part] for part in parts] for x in received.view(others, self.tokens, width)]
-            turn.views[key] = tokens, [arrived[:, piece] for piece in pieces]
+            turn.views[key] = tokens, [arrived[:, end] for end in ends]
         return turn.views[key]
 
 
