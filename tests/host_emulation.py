@@ -51,7 +51,7 @@ class Emulated:
     def __init__(self, facts):
         assert family_of(facts).unsupported(facts) == ""
         self.facts = facts
-        self.built.add(facts.key())
+        self.built.add(repr(facts))
 
     @reference.outside_autocast  # which a kernel does not see
     @torch.autocast("cpu", enabled=False)

@@ -211,10 +211,6 @@ class BackwardFacts:
     packed_heads: int = 1  # query heads of a KV head whose rows are interleaved, with a mask of these rows; sm_90
     ranges: bool = False  # True if a KV tile has work items for ranges of query rows, with FP32 dK and dV (ranges.py)
 
-    def key(self) -> str:
-        """A text that is the same in every process."""
-        return repr(self)
-
     @cached_property
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)
@@ -276,9 +272,6 @@ class PrepareFacts:
     parts: int = 0  # semaphores per query tile; 0 unless deterministic
     packed_heads: int = 1  # BackwardFacts'
 
-    def key(self) -> str:
-        return repr(self)
-
 
 @dataclass(frozen=True)
 class ConvertFacts:
@@ -293,6 +286,3 @@ class ConvertFacts:
     packed: bool
     grad_dtype: str | None = None  # of dQ; None: the operands'
     packed_heads: int = 1  # BackwardFacts'
-
-    def key(self) -> str:
-        return repr(self)

@@ -83,10 +83,6 @@ class FlashFacts:
     offsets: bool = False  # True if q_offset and k_offset are arguments; else the last row is at the last column
     out_dtype: str | None = None  # dtype of O, that of Q or "float32"; None for that of Q
 
-    def key(self) -> str:
-        """A string that is the same in every process."""
-        return repr(self)
-
     @cached_property
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)
@@ -263,10 +259,6 @@ class ValuesFacts:
     head_dim: int
     tile: int = 0  # keys per tile of the forward kernel; 0: V is not transposed
     packed: bool = False  # packed sequences, each of which begins at a tile boundary
-
-    def key(self) -> str:
-        """A string that is the same in every process."""
-        return repr(self)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,3 @@ class EpilogueGradientFacts:
     dtype: str  # of dy, z and dz
     derivative: Program
     sums: bool
-
-    def key(self) -> str:
-        """A text that is the same in every process."""
-        return repr(self)

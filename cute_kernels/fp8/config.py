@@ -47,10 +47,6 @@ class QuantizeFacts:
     follows: bool = False
     leads: bool = False
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def elements(self) -> int:
         """Elements per vector."""

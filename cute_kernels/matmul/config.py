@@ -219,10 +219,6 @@ class GemmFacts:
             return "dense" if self.block is None else "bsr"
         return self.config.family
 
-    def key(self) -> str:
-        """Cache key, stable across processes. A user's function is represented by its traced program."""
-        return repr(self)
-
     @cached_property
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)

@@ -6,9 +6,6 @@ cuStreamWaitValue32), so none of them needs a multiprocessor beside a persistent
     push        copy | signal           on the link's stream, which follows the current stream where it is told to
     wait        until the signal        on the current stream
 
-A second stream, `aside`, takes every other GEMM, so that the multiprocessors that have finished with one begin with the
-next, while others still work on it and its last results are stored.
-
 Each rank counts the signals that it has received of each other rank, in memory that the others write. A turn of Peers
 is a barrier also with a link in place of `ready`: every rank pushes to every other one, and waits for all pushes to it.
 So a buffer that is pushed to has been read by then: its owner has pushed to this rank in the turn before.
@@ -16,9 +13,7 @@ So a buffer that is pushed to has been read by then: its owner has pushed to thi
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +59,7 @@ class Link:
         dist.barrier(group=group)  # no rank signals before all counters are 0
         torch.cuda.synchronize(device)
         self._addresses, self._handle = [int(pointer) for pointer in handle.buffer_ptrs], handle
-        self._stream, self._aside = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
         self._before, self._pushes = 0, [0] * ranks  # pushes to a rank before this use, and in it
         self._turn: Any = None
@@ -78,28 +73,9 @@ class Link:
         """
         if self._turn is not None:
             raise RuntimeError("an earlier call of a layer with overlap=True ended by an error; restart the processes")
-        self._turn, self._main = turn, torch.cuda.current_stream(self._device)
-        self._current, self._pushing = self._main, self._stream.cuda_stream
+        self._turn, self._current = turn, torch.cuda.current_stream(self._device)
+        self._handles = self._stream.cuda_stream, self._current.cuda_stream
         self.follow()
-        self._aside.wait_event(self._event)
-
-    @contextlib.contextmanager
-    def aside(self, do: bool = True) -> Iterator[None]:
-        """Make the second stream the current one inside of the block, if `do`; it follows the stream of `begin`."""
-        if not do:
-            yield
-            return
-        self._current = self._aside
-        try:
-            with torch.cuda.stream(self._aside):
-                yield
-        finally:
-            self._current = self._main
-
-    def meet(self) -> None:
-        """Let the stream of `begin` wait for the second one."""
-        self._event.record(self._aside)
-        self._main.wait_event(self._event)
 
     def follow(self) -> None:
         """Let later pushes wait for what the current stream has been given so far."""
@@ -112,22 +88,21 @@ class Link:
         The source must not be freed or written before the stream of `begin` has reached `end`.
         """
         self._pushes[rank] += 1
-        check(self._driver.cuMemcpyAsync(self._turn.addresses[rank] + offset, source, size, self._pushing))
+        check(self._driver.cuMemcpyAsync(self._turn.addresses[rank] + offset, source, size, self._handles[0]))
         counter, count = self._addresses[rank] + 4 * self.rank, (self._before + self._pushes[rank]) % 2**32
-        check(self._driver.cuStreamWriteValue32(self._pushing, counter, count, 0))  # 0: behind a fence
+        check(self._driver.cuStreamWriteValue32(self._handles[0], counter, count, 0))  # 0: behind a fence
 
     def wait(self, rank: int, pushes: int) -> None:
         """Let the current stream wait for the first `pushes` pushes of a rank to this one in this use."""
         counter, count = self._addresses[self.rank] + 4 * rank, (self._before + pushes) % 2**32
-        check(self._driver.cuStreamWaitValue32(self._current.cuda_stream, counter, count, 0))  # 0: at least, modulo 2^32
+        check(self._driver.cuStreamWaitValue32(self._handles[1], counter, count, 0))  # 0: at least, modulo 2^32
 
     def join(self) -> None:
-        """Let the stream of `begin` wait for the pushes of a use, if one has begun, so that their sources can be freed."""
+        """Let the current stream wait for the pushes of a use, if one has begun, so that their sources can be freed."""
         if self._turn is None:
             return
-        self.meet()
         self._event.record(self._stream)
-        self._main.wait_event(self._event)
+        self._current.wait_event(self._event)
 
     def end(self) -> None:
         """End a use, and join."""

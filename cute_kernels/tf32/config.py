@@ -18,7 +18,3 @@ class PartsFacts:
     parts: int
     small: int = 0
     turned: bool = False
-
-    def key(self) -> str:
-        """A text that is the same in every process."""
-        return repr(self)

@@ -4,10 +4,9 @@ Each rank has t tokens. The first layer multiplies the tokens of all ranks; the 
 its result for all tokens, and the owner of a token adds these. Tokens of other ranks are worked on in parts, own ones
 last. Two ranks, two parts a and b:
 
-    GEMMs   1st own, half | 1st a | 1st b | 2nd a | 2nd b | 1st own, rest | 2nd own, adds what arrived
-    pushes  x a, b                                | y a   | y b
+    GEMMs   1st own, half | 1st a | 2nd a | 1st b | 2nd b | 1st own, rest | 2nd own, adds what arrived
+    pushes  x a, b                        | y a           | y b
 
-Parts take turns on two streams: the GEMM of one part begins on multiprocessors that have finished with the other's.
 With more ranks rank r works on tokens of r + 1, r + 2, ... and sends its own to r - 1, r - 2, ..., so that no rank is
 sent to by two at once, and all own tokens of the first layer come first.
 """
@@ -135,9 +134,9 @@ class Exchange:
         room_x, room_y = self.tokens * row_x, self.tokens * row_y  # bytes, of each other rank
         all_x = -(-(ranks - 1) * room_x // 256) * 256
         turn = peers.take(all_x + (ranks - 1) * room_y)
-        both = self.first is not None and self.second is not None
-        # All results have arrived behind the rest of own tokens.
-        ends = [slice(0, self.tokens)] if ranks == 2 and both and len(parts) > 1 else pieces
+        # Of two ranks, all results arrive while the rest of own tokens is multiplied, so one GEMM finishes these.
+        whole = ranks == 2 and self.first and self.second and len(parts) > 1
+        ends = [slice(0, self.tokens)] if whole else pieces
         received, arrived = self._rooms(turn, ranks - 1, all_x, parts, ends)
         summands = self.like.new_empty(ranks - 1, self.tokens, self.columns)
         front = self.tokens  # rows of own tokens that begin the first layer
@@ -150,13 +149,11 @@ class Exchange:
                     link.push((rank - 1 - place) % ranks, place * room_x + begin, x.data_ptr() + begin, size)
             if ranks == 2 and self.second:
                 front = pieces[(len(pieces) - 1) // 2].stop
-            with link.aside():
-                self.first(x[:front], self._rows(rank, slice(0, front)))
-        works = itertools.product(range(ranks - 1), enumerate(parts, 1))
-        for turns, (place, (number, part)) in enumerate(works):
+            self.first(x[:front], self._rows(rank, slice(0, front)))
+        for place in range(ranks - 1):
             source = (rank + 1 + place) % ranks
-            rows = self._rows(source, part)
-            with link.aside(turns % 2 == 1):
+            for number, part in enumerate(parts, 1):
+                rows = self._rows(source, part)
                 if self.first:
                     link.wait(source, number)
                     tokens = received[place][number - 1]
@@ -174,17 +171,16 @@ class Exchange:
                 self.first(x[front:], self._rows(rank, slice(front, self.tokens)))
             if self.gathered is not None:
                 self.gathered[self._rows(rank, slice(0, self.tokens))].copy_(x)
-        link.meet()
         if self.meanwhile:
             self.meanwhile()
         if self.last:
             before = len(parts) if self.first else 0
-            for end, summand in zip(ends, arrived, strict=True):
+            for end, summands_of_end in zip(ends, arrived, strict=True):
                 pushes = before + sum(piece.start < end.stop for piece in pieces)
                 for source in range(ranks):
                     if source != rank:
                         link.wait(source, pushes)
-                self.last(self._rows(rank, end), end, _sum_of(summand))
+                self.last(self._rows(rank, end), end, _sum_of(summands_of_end))
         link.end()
 
     def _rows(self, rank: int, part: slice) -> slice:

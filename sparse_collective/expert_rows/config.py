@@ -34,10 +34,6 @@ class RowsFacts:
     weighted: bool = False
     local: bool = False
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def ahead(self) -> int:
         """Loads of a thread in flight; an FP32 vector is two."""

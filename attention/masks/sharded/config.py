@@ -27,10 +27,6 @@ class ShardFacts:
     arch: str
     step: str
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def smem_bytes(self) -> int:
         return SMEM[self.step] * 4

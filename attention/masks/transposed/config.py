@@ -19,10 +19,6 @@ class TransposeFacts:
     arch: str
     rows: bool
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def smem_bytes(self) -> int:
         return (ROWS * WORDS if self.rows else WARPS * WORD) * 4

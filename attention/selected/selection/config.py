@@ -27,10 +27,6 @@ class TopFacts:
     capacity: int
     values: int = 0
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def threads(self) -> int:
         return self.capacity // PER_THREAD if self.capacity else WARPS * WARP

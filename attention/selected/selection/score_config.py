@@ -30,10 +30,6 @@ class ScoreFacts:
     pool: int
     causal: bool
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def tile_bytes(self) -> int:
         return TILE * self.head_dim * 2

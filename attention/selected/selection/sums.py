@@ -32,10 +32,6 @@ class SumFacts:
     lanes: int
     batch: int
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def scales(self) -> bool:
         """True if rows are scaled, so that no sum exceeds the range of the dtype."""

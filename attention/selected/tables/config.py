@@ -33,10 +33,6 @@ class TableFacts:
     combines: bool
     ranges: bool
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def smem_bytes(self) -> int:
         return (WARPS * self.chunk + COLUMNS) * 4
@@ -48,10 +44,6 @@ class OrderFacts:
 
     family: ClassVar[str] = FAMILY
     arch: str
-
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
 
 
 def facts_for(arch: str, block_size: int, kv_blocks: int, top: int, ranges: bool) -> TableFacts:

@@ -33,10 +33,6 @@ class UnionFacts:
     lanes: int
     batch: int
 
-    def key(self) -> str:
-        """Cache key, stable across processes."""
-        return repr(self)
-
     @property
     def per_step(self) -> int:
         """Blocks per step."""
