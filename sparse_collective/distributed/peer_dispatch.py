@@ -103,7 +103,6 @@ class PeerRouting(Routing):
             self.publish(x, None, turn, published)
             turn.ready()
         rows = self.rows[self.rank]
-        self.learn()
         if early is None or rows > expected:
             return self.layout(x, turn, published, rows)
         return early[0].resize_(rows, x.shape[1]), early[1].resize_(rows // self.group_rows)
@@ -132,8 +131,12 @@ class PeerRouting(Routing):
 
     def room_for(self, like: Tensor) -> Tensor:
         """Memory for results like these rows (rows, N), in this rank's shared buffer; `sums` of it copies nothing."""
-        self._turn = self.take(max(self.rows) * like.shape[1] * like.element_size())
-        return self._turn.own[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        size = like.shape[1] * like.element_size()
+        self._turn = turn = self.take(max(self.rows) * size)
+        key = like.dtype, like.shape[1]
+        if key not in turn.views:
+            turn.views[key] = turn.own[: len(turn.own) // size * size].view(like.dtype).view(-1, like.shape[1])
+        return turn.views[key][: len(like)]
 
     def take(self, size: int) -> Turn:
         return self.peers.take(max(size, LEAST))
@@ -215,4 +218,5 @@ def routed_over_peers(
     rows, expert_ids = Dispatch.apply(x, routing)
     plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
     y = layers(rows, expert_ids, routing.room_for(rows) if plain else None)
+    routing.learn()  # here, as the GPU waits for the launches above
     return Combine.apply(y, weights, routing, x.dtype)
