@@ -26,7 +26,7 @@ def expert_parallel(density: float, training: bool) -> Callable[[torch.device], 
 
     ms, alone_ms: of a call, where LAYERS of them follow each other.
     efficiency: tokens per second and rank over those of one GPU alone: 1 is linear scaling.
-    single_ms: of one call, when the host has waited for 10 ms before; it runs at half its speed then.
+    single_ms: of one call; the host has waited for 10 ms when it reads the table of rows, and is slower after that.
     """
 
     def run(device: torch.device) -> dict:

@@ -134,6 +134,10 @@ class Peers:
             turns[size] = Turn(buffer[:size], pointers, handle)
         return turns[size]
 
+    def give_back(self) -> None:
+        """Undo the last `take`, of a turn that is not used; this process has written to its own buffer at most."""
+        self._turn -= 1
+
     def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any]:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None

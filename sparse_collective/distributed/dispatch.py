@@ -159,7 +159,7 @@ def routed_over_ranks(
         weights: (T, k), by which the results of a token's choices are multiplied.
         experts: of all ranks, a multiple of them; each holds as many, in the order of ranks.
         group_rows: rows of a run.
-        layers: this rank's experts, from (rows, K) to as many results.
+        layers: this rank's experts, from (rows, K) to as many results. They may write these to what `room()` returns.
         mesh: one-dimensional.
 
     Returns:

@@ -6,6 +6,7 @@ different numbers of blocks: then each rank has room for as many blocks as the l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,10 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
         )  # fmt: skip
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or nn.modules.module._global_forward_hooks)
+
+
 class OverRanks(nn.Module):
     """Mixin of mixtures of experts over the ranks of a mesh."""
 
@@ -88,8 +93,10 @@ class OverRanks(nn.Module):
         """The experts' weighted results for tokens x (T, dim) of this rank."""
         module: Any = self
 
-        def layers(rows: Tensor, expert_ids: Tensor, out: Tensor | None) -> Tensor:
-            return module.down(module._hidden(rows, expert_ids), expert_ids=expert_ids, out=out)
+        def layers(rows: Tensor, expert_ids: Tensor, room: Callable[[], Tensor] | None) -> Tensor:
+            hidden, down = module._hidden(rows, expert_ids), module.down
+            out = None if room is None or has_forward_hooks(down) else room()  # hooks may keep results, or change them
+            return down(hidden, expert_ids=expert_ids, out=out)
 
         return routed_over_ranks(x, choices, weights, experts, module.group_rows, layers, self.place.mesh)
 

@@ -51,8 +51,8 @@ def gated_into(W: BsrMatrix, activation: Any, x: Tensor, out: Tensor) -> None:
 
 
 def parts_of(tokens: int, row_bytes: int) -> tuple[list[slice], list[slice]]:
-    """Parts of a rank's tokens for GEMMs; and pieces of parts in which results are sent and own tokens finished, two at
-    least where they are large, since the GEMM of one runs while the next arrives."""
+    """Parts of a rank's tokens for GEMMs; and pieces of parts in which results are sent, two at least where they are
+    large: own tokens can be finished in pieces, and the GEMM of one runs while the next arrives."""
     fit = tokens * row_bytes // PART_BYTES
     parts = max(1, min(PARTS, tokens // PART_TOKENS, fit))
     return _ranges(tokens, parts), _ranges(tokens, max(parts, min(2, tokens // EDGE, fit)))

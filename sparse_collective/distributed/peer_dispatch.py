@@ -9,13 +9,15 @@ rank's rows of each expert begin, for the number of rows in the layout; all else
     host                              launches these, waits for the table   -> launches these       time ->
 
 `dispatch` is launched before the table has arrived, into a layout with room for what earlier calls make likely; then it
-is cut to its rows. If there are more, `dispatch` runs again. Without gradients the experts write results to the shared
-buffer themselves. Gradients go the same ways: those of the sums to the layouts, times weights, and those of the layouts
-to tokens.
+is cut to its rows, and keeps its memory. If there are more, `dispatch` runs again. Without gradients the experts may
+write results to the shared buffer themselves.
+
+Gradients go the same ways: those of the sums to the layouts, times weights, and those of the layouts to tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -123,20 +125,29 @@ class PeerRouting(Routing):
         return rows // self.group_rows * self.group_rows if share < UNEVEN else 0
 
     def learn(self) -> None:
-        """Keep the rows of this rank's experts over its choices, the largest of late, for all layers of the group."""
+        """Keep the rows of this rank's experts over its choices, the most of late, of layers with as many experts."""
+        if not len(self.order):
+            return
         first, shares = self.rank * self.each, _SHARES.setdefault(self.peers, {})
-        share = (self.totals[first + self.each] - self.totals[first]) / max(1, len(self.order))
+        share = (self.totals[first + self.each] - self.totals[first]) / len(self.order)
         before = shares.get(self.experts, 0.0)
-        shares[self.experts] = max(share, before - FORGET * (before - share))
+        shares[self.experts] = min(UNEVEN, max(share, before - FORGET * (before - share)))
 
     def room_for(self, like: Tensor) -> Tensor:
-        """Memory for results like these rows (rows, N), in this rank's shared buffer; `sums` of it copies nothing."""
+        """Memory for results like these rows (rows, N), in the shared buffer; `sums` must be called with them."""
         size = like.shape[1] * like.element_size()
         self._turn = turn = self.take(max(self.rows) * size)
         key = like.dtype, like.shape[1]
         if key not in turn.views:
-            turn.views[key] = turn.own[: len(turn.own) // size * size].view(like.dtype).view(-1, like.shape[1])
+            with torch.inference_mode(False):  # or calls outside of it could not use the view
+                turn.views[key] = turn.own[: len(turn.own) // size * size].view(like.dtype).view(-1, like.shape[1])
         return turn.views[key][: len(like)]
+
+    def give_back(self) -> None:
+        """Take back `room_for`, if it was called and its results will not come."""
+        if self._turn is not None:
+            self._turn = None
+            self.peers.give_back()
 
     def take(self, size: int) -> Turn:
         return self.peers.take(max(size, LEAST))
@@ -146,7 +157,6 @@ class PeerRouting(Routing):
         turn, self._turn = self._turn, None
         if turn is None:
             turn = self.take(max(self.rows) * y.shape[1] * y.element_size())
-        if y.data_ptr() != turn.own.data_ptr():  # a hook may have replaced what layers wrote
             fill(turn.own, 0, y)
         turn.ready()
         out = y.new_empty(len(self.order) // self.k, y.shape[1], dtype=dtype)
@@ -217,6 +227,10 @@ def routed_over_peers(
     routing = PeerRouting(choices, experts, group_rows, mesh, peers)
     rows, expert_ids = Dispatch.apply(x, routing)
     plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
-    y = layers(rows, expert_ids, routing.room_for(rows) if plain else None)
+    try:
+        y = layers(rows, expert_ids, functools.partial(routing.room_for, rows) if plain else None)
+    except BaseException:
+        routing.give_back()
+        raise
     routing.learn()  # here, as the GPU waits for the launches above
     return Combine.apply(y, weights, routing, x.dtype)

@@ -16,8 +16,8 @@ from ..nn.feed_forward import sorted_choices
 
 __all__ = ["Layers", "Routing"]
 
-# (padded rows (rows, K), expert of each run, numbered from this rank's first, memory for the results or None)
-Layers = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (padded rows (rows, K), expert of each run, numbered from this rank's first, room for results or None): the results
+Layers = Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor]
 
 
 class Routing:

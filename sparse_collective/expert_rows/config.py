@@ -7,7 +7,7 @@ FAMILY = "expert rows"
 VECTOR = 8  # elements that a lane loads at a time: 16 bytes, or two times 16 bytes of FP32
 WARPS = 8
 THREADS = 32 * WARPS
-RESIDENT = 4  # CTAs of a multiprocessor that go through the rows of a layout in turn
+RESIDENT = 4  # CTAs of a multiprocessor that share the rows of a layout
 AHEAD = {"places": 4, "dispatch": 8, "gradient": 4, "combine": 4, "values": 4}  # vectors
 MOST_EXPERTS = 2048  # of all ranks: their numbers are in shared memory
 

@@ -208,10 +208,11 @@ class Dispatch:
             sFirsts[i] = firsts[i]
         cute.arch.sync_threads()
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
-        # Neighbors for a warp: rows of all ranks are read at any time, by all ranks. One of them alone would be slower.
-        each = cute.ceil_div(out.shape[0], cute.arch.grid_dim()[0] * WARPS)
-        first = (cta * WARPS + warp) * each
-        for place in cutlass.range(first, cutlass.min(first + each, out.shape[0]), unroll=1):
+        # A warp copies consecutive rows, so that all ranks are read at any time. With all warps at one place of the
+        # layout, all ranks would read the same one.
+        rows = cute.ceil_div(out.shape[0], cute.arch.grid_dim()[0] * WARPS)
+        first = (cta * WARPS + warp) * rows
+        for place in cutlass.range(first, cutlass.min(first + rows, out.shape[0]), unroll=1):
             segment = last_upto(sFirsts, segments + 1, place)
             e, r = segment // ranks, segment % ranks  # behind the last segment e is no expert of this rank
             if const_expr(expert_ids is not None):

@@ -20,7 +20,7 @@ from sparse_collective.expert_rows.config import RowsFacts
 
 from ..emulator.emulate import emulated, emulator
 from . import expert_checks
-from .distributed_checks import mesh_of, near, normal
+from .distributed_checks import mesh_of, near, normal, raises
 from .expert_checks import EXPERTS, counts_of, mixture, own_tokens, parallelized
 
 PEERS = {}  # group -> SharedFiles
@@ -147,7 +147,7 @@ def layouts_with_room(device):
     model, tokens = parallelized(alone, mesh_of(device)), 192
     even = torch.arange(tokens, device=device)[:, None] % EXPERTS, torch.arange(tokens, device=device)[:, None] + 3
     even = torch.cat(even, 1) % EXPERTS
-    first = torch.tensor([[0, 1]], device=device).expand(tokens, 2)  # experts of the first rank
+    first = torch.zeros_like(even)  # the expert of the first rank
     weights, launches = torch.rand(tokens, 2, device=device), []
     peer_dispatch._SHARES.clear()
     with shared_memory(device), torch.no_grad():
@@ -161,4 +161,38 @@ def layouts_with_room(device):
     assert launches == [1, 1, 1 if rank else 2, 1]
 
 
-CHECKS = [experts_between_peers, both_ways_agree, calls_in_turn, layouts_with_room]
+def results_are_kept(device):
+    """What a hook keeps or changes, in calls whose results would otherwise be written to shared memory."""
+    alone = mixture(device)
+    model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
+    with shared_memory(device), torch.no_grad():
+        kept, copies = [], []
+        with model.down.register_forward_hook(lambda m, args, y: kept.append(y) or copies.append(y.clone())):
+            for part in x.split(5):
+                near(model(part), alone(part))
+        assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+        with model.down.register_forward_hook(lambda m, args, y: 2 * y.float()):
+            near(model(x), 2 * alone(x))
+
+
+def modes_in_turn(device):
+    """With gradients or without, in inference mode, under autocast, and after an error, through the same buffers."""
+    alone = mixture(device)
+    model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
+    with shared_memory(device):
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad) * 2:
+            with mode():
+                near(model(x), alone(x))
+                with torch.autocast(device.type, torch.bfloat16):
+                    near(model(x).float(), alone(x).float(), 8)
+        down = model.down
+        for _ in range(3):
+            with torch.no_grad(), mock.patch.object(type(down), "forward", side_effect=KeyError("an error of a layer")):
+                raises(KeyError, "an error of a layer", lambda: model(x))
+            leaf, other = (x.clone().requires_grad_() for _ in range(2))
+            for m, t in ((model, leaf), (alone, other)):
+                m(t).square().sum().backward()
+            near(leaf.grad, other.grad, 4)
+
+
+CHECKS = [experts_between_peers, both_ways_agree, calls_in_turn, layouts_with_room, results_are_kept, modes_in_turn]
