@@ -22,6 +22,7 @@ from ..nn.grouped import BsrGroupedLinear
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear
 from .dispatch import routed_over_ranks
+from .parallel import hooked
 from .place import check_whole, own_part, padded
 from .state import PlacedState
 from .styles import check_mesh
@@ -80,10 +81,6 @@ class LocalExperts(PlacedState, BsrGroupedLinear):
         )  # fmt: skip
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or nn.modules.module._global_forward_hooks)
-
-
 class OverRanks(nn.Module):
     """Mixin of mixtures of experts over the ranks of a mesh."""
 
@@ -95,7 +92,7 @@ class OverRanks(nn.Module):
 
         def layers(rows: Tensor, expert_ids: Tensor, room: Callable[[], Tensor] | None) -> Tensor:
             hidden, down = module._hidden(rows, expert_ids), module.down
-            out = None if room is None or has_forward_hooks(down) else room()  # hooks may keep results, or change them
+            out = None if room is None or hooked(down) else room()  # hooks may keep results, or change them
             return down(hidden, expert_ids=expert_ids, out=out)
 
         return routed_over_ranks(x, choices, weights, experts, module.group_rows, layers, self.place.mesh)

@@ -162,7 +162,7 @@ def layouts_with_room(device):
 
 
 def results_are_kept(device):
-    """What a hook keeps or changes, in calls whose results would otherwise be written to shared memory."""
+    """Hooks keep or change results, which would otherwise be written to shared memory."""
     alone = mixture(device)
     model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
     with shared_memory(device), torch.no_grad():
@@ -176,7 +176,7 @@ def results_are_kept(device):
 
 
 def modes_in_turn(device):
-    """With gradients or without, in inference mode, under autocast, and after an error, through the same buffers."""
+    """Calls with gradients or without, in inference mode, under autocast, and after an error use the same buffers."""
     alone = mixture(device)
     model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
     with shared_memory(device):
