@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,17 +70,23 @@ class Turn:
 
     own: uint8 (size,), this process's buffer, to be filled before `ready`.
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
-    views: a place for its users' views of `own`; later turns of this buffer and size are the same object.
     """
 
     def __init__(self, own: Tensor, pointers: Tensor, handle: Any) -> None:
         self.own, self.pointers, self._handle = own, pointers, handle
-        self.views: dict[Any, Any] = {}
+        self._views: dict[Any, Any] = {}
 
     @functools.cached_property
     def addresses(self) -> list[int]:
         """The addresses of all ranks' buffers. The first time it synchronizes."""
         return self.pointers.tolist()
+
+    def views(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Views of `own` that make() returns, cached by `key`: later turns of this buffer and size are the same object."""
+        if key not in self._views:
+            with torch.inference_mode(False):  # or calls outside of it could not write to them
+                self._views[key] = make()
+        return self._views[key]
 
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""

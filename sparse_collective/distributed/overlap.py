@@ -193,12 +193,14 @@ class Exchange:
         """Views of a turn for x of other ranks, by rank and part, and for summands by end, each (others, rows, N)."""
         width, dtype = 0 if self.x is None else self.x.shape[1], self.like.dtype
         key = self.tokens, width, self.columns, dtype, len(parts), len(ends)
-        if key not in turn.views:
+
+        def rooms() -> tuple[list[list[Tensor]], list[Tensor]]:
             received = turn.own[: others * self.tokens * width * dtype.itemsize].view(dtype)
             arrived = turn.own[all_x:].view(dtype).view(others, self.tokens, self.columns)
             tokens = [[x[part] for part in parts] for x in received.view(others, self.tokens, width)]
-            turn.views[key] = tokens, [arrived[:, end] for end in ends]
-        return turn.views[key]
+            return tokens, [arrived[:, end] for end in ends]
+
+        return turn.views(key, rooms)
 
 
 def captured(x: Tensor) -> bool:

@@ -90,7 +90,7 @@ class TensorParallel(PlacedState):
         return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
     def overlapped(self, x: Tensor) -> Tensor:
-        """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication beside the GEMM."""
+        """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication during the GEMM."""
         W, group, bias = self.weight, self.place.mesh.get_group(), self.own_bias()
         flat, shape = x.reshape(-1, x.shape[-1]), x.shape
         if self.place.dim:

@@ -89,8 +89,7 @@ class PeerRouting(Routing):
                 self.publish(x, None, turn, published)
             turn.ready()
         self.locate(published if room else None)
-        expected = self.expected() if room else 0
-        if turn is not None and expected:
+        if turn is not None and (expected := self.expected()):
             early = self.layout(x, turn, published, expected)
         self.wait()
         # The host has slept, and the GPU waits for it: plain Python is faster here than small tensors.
@@ -100,12 +99,12 @@ class PeerRouting(Routing):
         if turn is None or self.tokens > published:
             if turn is not None:
                 self.locate(None)
-            published, expected = self.tokens, 0
+            published, early = self.tokens, None
             turn = self.take(self.size(x, published))
             self.publish(x, None, turn, published)
             turn.ready()
         rows = self.rows[self.rank]
-        if early is None or rows > expected:
+        if early is None or rows > len(early[0]):
             return self.layout(x, turn, published, rows)
         return early[0].resize_(rows, x.shape[1]), early[1].resize_(rows // self.group_rows)
 
@@ -137,11 +136,11 @@ class PeerRouting(Routing):
         """Memory for results like these rows (rows, N), in the shared buffer; `sums` must be called with them."""
         size = like.shape[1] * like.element_size()
         self._turn = turn = self.take(max(self.rows) * size)
-        key = like.dtype, like.shape[1]
-        if key not in turn.views:
-            with torch.inference_mode(False):  # or calls outside of it could not use the view
-                turn.views[key] = turn.own[: len(turn.own) // size * size].view(like.dtype).view(-1, like.shape[1])
-        return turn.views[key][: len(like)]
+
+        def rows() -> Tensor:
+            return turn.own[: len(turn.own) // size * size].view(like.dtype).view(-1, like.shape[1])
+
+        return turn.views((like.dtype, like.shape[1]), rows)[: len(like)]
 
     def give_back(self) -> None:
         """Take back `room_for`, if it was called and its results will not come."""

@@ -165,7 +165,15 @@ def results_are_kept(device):
     """Hooks keep or change results, which would otherwise be written to shared memory."""
     alone = mixture(device)
     model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
-    with shared_memory(device), torch.no_grad():
+    write = peer_dispatch.PeerRouting.room_for
+    written = mock.patch.object(peer_dispatch.PeerRouting, "room_for", autospec=True, side_effect=write)
+    with shared_memory(device), written as rooms:
+        with torch.no_grad():
+            near(model(x), alone(x))
+        assert rooms.call_count == 1
+        near(model(x), alone(x))  # backward needs the results
+        assert rooms.call_count == 1
+    with shared_memory(device), torch.no_grad(), written as rooms:
         kept, copies = [], []
         with model.down.register_forward_hook(lambda m, args, y: kept.append(y) or copies.append(y.clone())):
             for part in x.split(5):
@@ -173,6 +181,7 @@ def results_are_kept(device):
         assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
         with model.down.register_forward_hook(lambda m, args, y: 2 * y.float()):
             near(model(x), 2 * alone(x))
+        assert not rooms.called
 
 
 def modes_in_turn(device):

@@ -80,7 +80,8 @@ class Cluster:
             Stream=Stream, Event=Event, current_stream=lambda device: self.here.stream, synchronize=lambda device: None
         )
         for module in (links, peers):
-            monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor, int64=torch.int64))
+            few = {name: getattr(torch, name) for name in ("tensor", "int64", "inference_mode")}
+            monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, **few))
             monkeypatch.setattr(module, "symmetric_buffer", self.symmetric_buffer)
         monkeypatch.setattr(dist, "get_rank", lambda group: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
