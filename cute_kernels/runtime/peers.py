@@ -82,7 +82,7 @@ class Turn:
         return self.pointers.tolist()
 
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Views of `own` that make() returns, cached by `key`: later turns of this buffer and size are the same object."""
+        """Views of `own` that make() returns, cached by `key`: later turns of this buffer and size share them."""
         if key not in self._views:
             with torch.inference_mode(False):  # or calls outside of it could not write to them
                 self._views[key] = make()
@@ -91,10 +91,6 @@ class Turn:
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
         self._handle.barrier(channel=0)
-
-    def of(self, rank: int) -> Tensor:
-        """The buffer of a rank, uint8 (size,); valid from `ready` to the next turn's."""
-        return self._handle.get_buffer(rank, (len(self.own),), torch.uint8)
 
 
 class Peers:

@@ -29,14 +29,11 @@ PEERS = {}  # group -> SharedFiles
 class Mapped:
     """The handle of a buffer of all ranks, as torch's symmetric memory has it."""
 
-    def __init__(self, buffers, group):
-        self.buffers, self.group = buffers, group
+    def __init__(self, group):
+        self.group = group
 
     def barrier(self, channel):
         dist.barrier(group=self.group)
-
-    def get_buffer(self, rank, sizes, dtype):
-        return self.buffers[rank][: sizes[0]].view(dtype)
 
 
 class SharedFiles(Peers):
@@ -59,7 +56,7 @@ class SharedFiles(Peers):
         self.mapped.extend(buffers)
         buffers[self.rank].fill_(0xFF)
         pointers = torch.tensor([b.data_ptr() for b in buffers])
-        return buffers[self.rank], pointers, Mapped(buffers, group)
+        return buffers[self.rank], pointers, Mapped(group)
 
 
 def by_emulator(source, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, weighted=False):
