@@ -24,7 +24,8 @@ from .peers_distributed import ERROR, Peer, errors, peer_of, right, torch_peers,
 from .simulate import PACKED
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
-ROUNDS = 7
+ROUNDS = 5
+HOT_MS = 100
 SHARDS = 4  # of one GPU
 
 
@@ -93,7 +94,8 @@ def qkv(length: int, device: torch.device) -> list[torch.Tensor]:
 
 def times_of(**peers: Peer) -> dict[str, list[float]]:
     """Milliseconds of each, forward and backward; all take turns."""
-    found = timed({f"{name} {i}": call for name, peer in peers.items() for i, call in enumerate(peer[1:])}, ROUNDS)
+    calls = {f"{name} {i}": call for name, peer in peers.items() for i, call in enumerate(peer[1:])}
+    found = timed(calls, ROUNDS, hot_ms=HOT_MS)
     return {name: [round(found[f"{name} {i}"], 3) for i in range(2)] for name in peers}
 
 

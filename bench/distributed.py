@@ -10,6 +10,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -44,22 +45,38 @@ class Row:
     target: dict | None = None
 
 
-def timed(calls: dict[str, Callable[[], object]], rounds: int = 30, sleep: int = SLEEP_CYCLES) -> dict[str, float]:
+def timed(
+    calls: dict[str, Callable[[], object]], rounds: int = 30, sleep: int = SLEEP_CYCLES, hot_ms: float = 0
+) -> dict[str, float]:
     """Median milliseconds of each call; of every round the slowest rank's. Calls take turns.
 
     Before each call the GPUs wait, so that the host's time is hidden, and meet in a collective.
+
+    hot_ms: a call is repeated for so long before it is timed, so that all are timed at the clock that they can keep. At
+        its power limit a GPU lowers its clock within 100 ms, and calls that follow a pause, or others that are shorter,
+        would be timed at a higher one.
     """
-    meet = torch.zeros(1, device="cuda")
     end = time.perf_counter() + WARM_S
     for call in calls.values():
         call()
     while not agree(time.perf_counter() > end):
         for call in calls.values():
             call()
+    repeats = dict.fromkeys(calls, 0)
+    if hot_ms:
+        repeats = {name: math.ceil(hot_ms / ms) for name, ms in medians(calls, repeats, 1, sleep).items()}
+    return medians(calls, repeats, rounds, sleep)
+
+
+def medians(calls: dict[str, Callable], repeats: dict[str, int], rounds: int, sleep: int) -> dict[str, float]:
+    """Those of `timed`, of warm calls, each after so many repeats. They are the same on all ranks."""
+    meet = torch.zeros(1, device="cuda")
     pairs: dict[str, list] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             torch.cuda._sleep(sleep)
+            for _ in range(repeats[name]):
+                call()
             dist.all_reduce(meet)
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -98,5 +98,5 @@ def cost(loads: list[float], counts: list[list[int]], blocks: int) -> float:
 
 
 def best(costs: list[float]) -> int:
-    """The first of the deals within 2 % of the best, which moves less than the others."""
-    return next(i for i, each in enumerate(costs) if each <= 1.02 * min(costs))
+    """The first of the deals within 0.5 % of the best, which moves less than the others."""
+    return next(i for i, each in enumerate(costs) if each <= 1.005 * min(costs))

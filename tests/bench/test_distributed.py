@@ -30,6 +30,23 @@ def rows_run(device):
             assert "ms 1" in distributed.line(entry)
 
 
+def test_hot_calls_are_repeated(monkeypatch):
+    """Each call for hot_ms at least, by its own time; without it none is."""
+    asked = []
+
+    def medians(calls, repeats, rounds, sleep):
+        asked.append((dict(repeats), rounds))
+        return {"long": 250.0, "short": 30.0}
+
+    monkeypatch.setattr(distributed, "agree", lambda ready: True)
+    monkeypatch.setattr(distributed, "medians", medians)
+    calls = {"long": lambda: None, "short": lambda: None}
+    distributed.timed(calls, 5, hot_ms=100)
+    distributed.timed(calls, 5)
+    none = {"long": 0, "short": 0}
+    assert asked == [(none, 1), ({"long": 1, "short": 4}, 5), (none, 5)]
+
+
 def test_rows():
     ranks = Ranks(2)
     try:

@@ -30,7 +30,7 @@ def test_rows(ranks):
 def rows_run(device):
     """All rows, whose calls run once: times are not taken."""
 
-    def once(calls, *_):
+    def once(calls, *_, **__):
         for call in calls.values():
             call()
         return dict.fromkeys(calls, 1.0)
@@ -67,7 +67,7 @@ def wrong_peer(device):
     problem = dataclasses.replace(cases.PROBLEMS[1], length=512)
     peers_distributed.AllToAll.forward = staticmethod(lambda ctx, x: x.clone())
     cases.HEADS, cases.KV_HEADS, cases.HEAD_DIM = 4, 2, 16
-    cases.timed = lambda calls, *_: dict.fromkeys(calls, 1.0)
+    cases.timed = lambda calls, *_, **__: dict.fromkeys(calls, 1.0)
     entry = cases.on_ranks(problem, device)
     assert max(entry["ulysses_errors"]) > 0.1 and "ulysses_forward" not in entry and entry["forward"] == 0.5
 
