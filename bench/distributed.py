@@ -179,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench distributed: needs at least {max(worlds or [2])} CUDA GPUs, found {count}")
         return 2
     rows: list[dict] = []
-    keep = discard if args.only else functools.partial(save, args.out)
+    before = earlier(args.out) if args.add else []
+    keep = discard if args.only and not args.add else functools.partial(save, args.out, before)
     for world in worlds:
         rows += measure(world, args.only, functools.partial(keep, rows))
         if rows and (path := keep(rows)):
@@ -188,10 +189,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save(folder: Path, *parts: list[dict]) -> Path:
-    """Write distributed.json with the rows of all parts; after each row, so that a call that is cut loses only one."""
+    """Write distributed.json with the rows of all parts, of which later ones replace those of the same name and number
+    of ranks; after each row, so that a call that is cut loses only one."""
     where = record.environment() | {"gpus": torch.cuda.device_count()}
-    data = {"suite": "distributed", "environment": where, "rows": [row for part in parts for row in part]}
+    rows = {(row["ranks"], row["name"]): row for part in parts for row in part}
+    data = {"suite": "distributed", "environment": where, "rows": sorted(rows.values(), key=lambda row: row["ranks"])}
     return record.save(folder, where["card"], "distributed", data)
+
+
+def earlier(folder: Path) -> list[dict]:
+    """Rows of the distributed.json that is there, which this commit measured with these versions; none without it."""
+    here = record.environment()
+    path = record.file_of(folder, here["card"], "distributed")
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text())
+    for name in ("card", "commit", *record.what_runs()):
+        if data["environment"].get(name) != here[name]:
+            raise SystemExit(f"bench distributed: --add: {path} has another {name}; pass another --out, or omit --add")
+    return data["rows"]
 
 
 def discard(*parts: list[dict]) -> None:
@@ -218,6 +234,9 @@ def add_command(subparsers) -> None:
     sub.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
     text = "predict context-parallel attention on so many GPUs from what was measured (bench/simulate.py)"
     sub.add_argument("--simulate", type=int, nargs="+", metavar="N", help=text)
-    sub.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this; writes no file")
+    text = "rows whose name contains this; writes no file without --add"
+    sub.add_argument("--only", default="", metavar="TEXT", help=text)
+    text = "add rows to the file that this commit has written, in place of those of the same name and number of ranks"
+    sub.add_argument("--add", action="store_true", help=text)
     sub.add_argument("--out", type=Path, default=record.RESULTS, metavar="FOLDER", help="folder of the results")
     sub.set_defaults(run=run)

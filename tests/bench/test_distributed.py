@@ -1,5 +1,6 @@
 """Rows of `python -m bench distributed` on the CPU, small: each runs, in two processes with gloo."""
 
+import itertools
 import json
 
 import pytest
@@ -76,3 +77,27 @@ def test_rows_of_a_run_that_is_cut_off_are_kept(monkeypatch, tmp_path):
         command.main(["distributed", "--ranks", "4", "--out", str(tmp_path)])
     data = json.loads(record.file_of(tmp_path, "NVIDIA H200", "distributed").read_text())
     assert data["rows"] == [{"name": "TP", "ranks": 4}] and data["environment"]["gpus"] == 4
+
+
+def test_add(monkeypatch, tmp_path):
+    """Rows are added to those of the same commit, and replace those of the same name and number of ranks."""
+    here = {"card": "NVIDIA H200", "commit": "a1"} | record.what_runs()
+    monkeypatch.setattr(record, "environment", lambda: dict(here))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    value = itertools.count()
+    monkeypatch.setattr(
+        distributed, "measure", lambda world, only, keep: [{"name": only, "ranks": world, "ms": next(value)}]
+    )
+
+    def rows_after(*arguments):
+        assert command.main(["distributed", *arguments, "--out", str(tmp_path)]) == 0
+        data = json.loads(record.file_of(tmp_path, "NVIDIA H200", "distributed").read_text())
+        return [(row["name"], row["ranks"], row["ms"]) for row in data["rows"]]
+
+    rows_after("--ranks", "4", "--only", "EP", "--add")
+    assert rows_after("--ranks", "2", "--only", "TP", "--add") == [("TP", 2, 1), ("EP", 4, 0)]
+    assert rows_after("--ranks", "4", "--only", "EP", "--add") == [("TP", 2, 1), ("EP", 4, 2)]
+    here["commit"] = "a2"
+    with pytest.raises(SystemExit, match=r"has another commit; pass another --out, or omit --add"):
+        rows_after("--ranks", "4", "--only", "TP", "--add")
+    assert rows_after("--ranks", "4") == [("", 4, 3)]
