@@ -6,6 +6,7 @@ peers_distributed.py.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Problem:
     """Attention of one sequence: the mask, the call of one GPU, and the least of its rate, forward and backward."""
 
     name: str
-    length: int
+    length: int  # with 2 and 4 ranks
+    longer: int  # with 8
     mask: Callable[[int, torch.device], BlockMask]  # of the length
     whole: Callable  # (q, k, v, mask=mask) -> out
     least: tuple[float, float]
@@ -77,10 +79,10 @@ def whole_packed(q, k, v, mask):
 
 
 PROBLEMS = (
-    Problem("causal", 65536, causal, lambda q, k, v, mask: attention(q, k, v, causal=True), (0.92, 0.92), True),
-    Problem("packed causal, 16 documents", 131072, packed, whole_packed, (0.9, 0.9)),
-    Problem("12.5 % of 128x128 per head", 131072, random, whole_blocks, (0.85, 0.85)),
-    Problem("window 4096, 128 global", 131072, window, whole_blocks, (0.95, 0.95)),
+    Problem("causal", 65536, 131072, causal, lambda q, k, v, mask: attention(q, k, v, causal=True), (0.92, 0.92), True),
+    Problem("packed causal, 16 documents", 131072, 524288, packed, whole_packed, (0.9, 0.9)),
+    Problem("12.5 % of 128x128 per head", 131072, 262144, random, whole_blocks, (0.85, 0.85)),
+    Problem("window 4096, 128 global", 131072, 524288, window, whole_blocks, (0.95, 0.95)),
 )
 
 
@@ -213,13 +215,19 @@ def planning(device: torch.device) -> dict:
     return {"ms": timed({"plan": lambda: plan_context_parallel(mask, mesh, check=False)}, ROUNDS)["plan"]}
 
 
+def name_of(problem: Problem) -> str:
+    return f"attention, {problem.name}, {problem.length // 1024}k tokens"
+
+
 def rows() -> list[Row]:
     found = []
     for problem in PROBLEMS:
-        name = f"attention, {problem.name}, {problem.length // 1024}k tokens"
-        found.append(Row(f"{name}, {SHARDS} shards on one GPU", functools.partial(sharded_on_one_gpu, problem), (1,)))
+        name, shards = name_of(problem), functools.partial(sharded_on_one_gpu, problem)
+        found.append(Row(f"{name}, {SHARDS} shards on one GPU", shards, (1,)))
         forward, backward = problem.least
         target = {"forward": {2: forward, 4: forward}, "backward": {2: backward, 4: backward}}
-        found.append(Row(f"{name}, sharded", functools.partial(on_ranks, problem), (2, 4, 8), target))
+        found.append(Row(f"{name}, sharded", functools.partial(on_ranks, problem), (2, 4), target))
+        longer = dataclasses.replace(problem, length=problem.longer)
+        found.append(Row(f"{name_of(longer)}, sharded", functools.partial(on_ranks, longer), (8,)))
     found.append(Row("attention, plan of a causal mask, 128k tokens", planning))
     return found

@@ -37,12 +37,12 @@ def rows_run(device):
 
     flash_on_cpu()
     cases.HEADS, cases.KV_HEADS, cases.HEAD_DIM, cases.SHARDS, cases.timed = 4, 2, 16, 2, once
-    cases.PROBLEMS = [dataclasses.replace(problem, length=512) for problem in cases.PROBLEMS]
+    cases.PROBLEMS = [dataclasses.replace(problem, length=512, longer=1024) for problem in cases.PROBLEMS]
     found = {row.name: row.run(device) for row in cases.rows()}
     for name, entry in found.items():
         assert distributed.line({"name": name, "ranks": 2, **entry})
     sharded = [entry for name, entry in found.items() if name.endswith(", sharded")]
-    assert len(sharded) == 4
+    assert len(sharded) == 8
     for entry in sharded:
         assert max(entry["errors"] + entry["ulysses_errors"]) < 0.01 and entry["ulysses_forward"] == 0.5
     for name in ("torch_errors", "torch_ring_errors"):
