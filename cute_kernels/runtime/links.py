@@ -1,14 +1,14 @@
-"""Pushes to the buffers of other ranks: copies on a stream of their own, each of which its receiver can wait for.
+"""Copies to the memory of other ranks, and signals, beside the GEMMs of a stream.
 
-Copies run on copy engines, and signals and waits are operations of the stream itself (cuStreamWriteValue32,
-cuStreamWaitValue32), so none of them needs a multiprocessor beside a persistent GEMM:
+    push          copy | signal     on a stream of its own, behind what the current stream had been given at `begin`
+    signal        after kernels that wrote to a rank's memory, on the current stream
+    wait          until a signal of a rank has come, on the current stream
 
-    push        copy | signal           on the link's stream, which follows the current stream where it is told to
-    wait        until the signal        on the current stream
+Copies of whole tensors run on copy engines. Signals are torch's (symmetric memory), kernels of one warp: one that waits
+stands where the stream would wait anyway, so it takes no multiprocessor from a GEMM.
 
-Each rank counts the signals that it has received of each other rank, in memory that the others write. A turn of Peers
-is a barrier also with a link in place of `ready`: every rank pushes to every other one, and waits for all pushes to it.
-So a buffer that is pushed to has been read by then: its owner has pushed to this rank in the turn before.
+A turn of Peers is a barrier also with a link in place of `ready`: every rank sends something to every other one, and
+waits for what each sends. So memory that is written to has been read by then: its owner has sent in the turn before.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .peers import Peers, Turn, peers_of
+from .peers import Peers, peers_of
 from .torch_compat import symmetric_buffer
 
-__all__ = ["Link", "link_of"]
+__all__ = ["PUSHED", "STORED", "Link", "link_of"]
 
-COUNTERS = 4096  # bytes of a rank's counters, one of 4 bytes for each rank
+PUSHED, STORED = 0, 1  # channels of signals, for `push` and for `signal`
 
 _LINKS: weakref.WeakKeyDictionary[Peers, Link] = weakref.WeakKeyDictionary()
 
@@ -42,75 +43,56 @@ def link_of(group: Any, device: torch.device) -> tuple[Peers, Link] | None:
 
 
 class Link:
-    """Pushes of a rank to the others of its group; see link_of.
+    """Copies and signals of a rank to the others of its group; see link_of.
 
-    A use of it begins with `begin`, with the same number of pushes from each rank to each other one, and ends with
-    `end`. Not for CUDA graphs: the counts that a wait compares with are new in each use.
+    In a use of it, from `begin` to `end`, a rank pushes to each other rank once, or signals each once, or both, all
+    ranks alike, and waits for the same of each. Not for CUDA graphs, whose replays do not take turns.
     """
 
     def __init__(self, group: Any, device: torch.device, rank: int, ranks: int) -> None:
-        import torch.distributed as dist
-        from cuda.bindings import driver
+        self.rank, self.ranks, self._device = rank, ranks, device
+        self._kept, self._handle = symmetric_buffer(16, device, group)  # for its signals alone
+        self._stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
+        self._current: Any = None
 
-        self.rank, self.ranks, self._driver = rank, ranks, driver
-        self._counters, handle = symmetric_buffer(COUNTERS, device, group)
-        self._counters.zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(group=group)  # no rank signals before all counters are 0
-        torch.cuda.synchronize(device)
-        self._addresses, self._handle = [int(pointer) for pointer in handle.buffer_ptrs], handle
-        self._stream = torch.cuda.Stream(device)
-        self._event = torch.cuda.Event()
-        self._before, self._pushes = 0, [0] * ranks  # pushes to a rank before this use, and in it
-        self._turn: Any = None
-        self._device = device
-
-    def begin(self, turn: Turn) -> None:
-        """Begin a turn, behind the current stream.
+    def begin(self) -> None:
+        """Begin a use, behind the current stream.
 
         Raises:
-            RuntimeError: an earlier use did not end, because of an error; ranks may have counted different pushes.
+            RuntimeError: an earlier use did not end, because of an error; ranks may have sent different signals.
         """
-        if self._turn is not None:
+        if self._current is not None:
             raise RuntimeError("an earlier call of a layer with overlap=True ended by an error; restart the processes")
-        self._turn, self._current = turn, torch.cuda.current_stream(self._device)
-        self._handles = self._stream.cuda_stream, self._current.cuda_stream
-        self.follow()
-
-    def follow(self) -> None:
-        """Let later pushes wait for what the current stream has been given so far."""
+        self._current = torch.cuda.current_stream(self._device)
         self._event.record(self._current)
         self._stream.wait_event(self._event)
 
-    def push(self, rank: int, offset: int, source: int, size: int) -> None:
-        """Copy `size` bytes from the address `source` to a rank's buffer, `offset` from its beginning, and signal it.
+    def push(self, rank: int, to: Tensor, x: Tensor) -> None:
+        """Copy x to memory of a rank, and signal it. x must not be written before the stream of `begin` has reached
+        `end`."""
+        with torch.cuda.stream(self._stream):
+            copy(to, x)
+            self._handle.put_signal(rank, PUSHED)
 
-        The source must not be freed or written before the stream of `begin` has reached `end`.
-        """
-        self._pushes[rank] += 1
-        check(self._driver.cuMemcpyAsync(self._turn.addresses[rank] + offset, source, size, self._handles[0]))
-        counter, count = self._addresses[rank] + 4 * self.rank, (self._before + self._pushes[rank]) % 2**32
-        check(self._driver.cuStreamWriteValue32(self._handles[0], counter, count, 0))  # 0: behind a fence
+    def signal(self, rank: int) -> None:
+        """Tell a rank that what the current stream has been given so far is done."""
+        self._handle.put_signal(rank, STORED)
 
-    def wait(self, rank: int, pushes: int) -> None:
-        """Let the current stream wait for the first `pushes` pushes of a rank to this one in this use."""
-        counter, count = self._addresses[self.rank] + 4 * rank, (self._before + pushes) % 2**32
-        check(self._driver.cuStreamWaitValue32(self._handles[1], counter, count, 0))  # 0: at least, modulo 2^32
+    def wait(self, rank: int, channel: int) -> None:
+        """Let the current stream wait for a rank's push (PUSHED) or signal (STORED) to this one."""
+        self._handle.wait_signal(rank, channel)
 
     def join(self) -> None:
-        """Let the current stream wait for the pushes of a use, if one has begun, so that their sources can be freed."""
-        if self._turn is None:
-            return
-        self._event.record(self._stream)
-        self._current.wait_event(self._event)
+        """Let the stream of `begin` wait for the pushes of a use, if one has begun, so that x can be freed."""
+        if self._current is not None:
+            self._event.record(self._stream)
+            self._current.wait_event(self._event)
 
     def end(self) -> None:
         """End a use, and join."""
         self.join()
-        self._before += max(self._pushes)
-        self._pushes, self._turn = [0] * self.ranks, None
+        self._current = None
 
 
-def check(result: tuple) -> None:
-    if int(result[0]):
-        raise RuntimeError(f"CUDA driver: {result[0]}; overlap=True needs GPUs that reach each other's memory")
+def copy(to: Tensor, x: Tensor) -> None:
+    to.copy_(x)

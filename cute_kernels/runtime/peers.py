@@ -13,7 +13,6 @@ what it wanted in turn n. So a turn has one barrier.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -72,14 +71,13 @@ class Turn:
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
     """
 
-    def __init__(self, own: Tensor, pointers: Tensor, handle: Any) -> None:
-        self.own, self.pointers, self._handle = own, pointers, handle
+    def __init__(self, own: Tensor, pointers: Tensor, handle: Any, offset: int) -> None:
+        self.own, self.pointers, self._handle, self._offset = own, pointers, handle, offset
         self._views: dict[Any, Any] = {}
 
-    @functools.cached_property
-    def addresses(self) -> list[int]:
-        """The addresses of all ranks' buffers. The first time it synchronizes."""
-        return self.pointers.tolist()
+    def of(self, rank: int) -> Tensor:
+        """A rank's buffer as a tensor of this process's GPU, which kernels write to."""
+        return self._handle.get_buffer(rank, self.own.shape, self.own.dtype, self._offset)
 
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
         """Views of `own` that make() returns, cached by `key`: later turns of this buffer and size share them."""
@@ -106,7 +104,7 @@ class Peers:
 
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._turn = weakref.ref(group), device, 0
-        self._buffers: list[tuple[Tensor, Tensor, Any] | None] = [None, None]
+        self._buffers: list[tuple[Tensor, Tensor, Any, int] | None] = [None, None]
         self._stream: Any = None  # of the last turn
         self._turns: list[dict[int, Turn]] = [{}, {}]  # of each buffer, by size
 
@@ -133,15 +131,15 @@ class Peers:
         if size not in turns:
             if len(turns) == SIZES:
                 turns.clear()
-            buffer, pointers, handle = kept
-            turns[size] = Turn(buffer[:size], pointers, handle)
+            buffer, *others = kept
+            turns[size] = Turn(buffer[:size], *others)
         return turns[size]
 
     def give_back(self) -> None:
         """Undo the last `take`, of a turn that is not used; this process has written to its own buffer at most."""
         self._turn -= 1
 
-    def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any]:
+    def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any, int]:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None
         self._turns[place].clear()
@@ -156,4 +154,4 @@ class Peers:
         offset = buffer.data_ptr() - int(handle.buffer_ptrs[self.rank])  # in the allocation that ranks share
         addresses = [int(p) + offset for p in handle.buffer_ptrs]
         pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device)
-        return buffer, pointers, handle
+        return buffer, pointers, handle, offset

@@ -55,7 +55,7 @@ def scattered(W: BsrMatrix, x: Tensor, y: Tensor) -> dict[str, Any]:
     """Terms of an Exchange for y (t, M), this rank's tokens of the sum over ranks of x @ W.T; x (ranks * t, K)."""
     return {
         "second": lambda rows, out: linear_into(W, x[rows], out),
-        "last": lambda rows, own, others: linear_into(W, x[rows], y[own], residual=others),
+        "last": lambda rows, others: linear_into(W, x[rows], y, residual=others),
     }
 
 

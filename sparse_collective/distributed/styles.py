@@ -29,9 +29,9 @@ class BsrColwiseParallel(ColwiseParallel):
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the hidden features of each rank, from partition_hidden; by default ranks get ranges of equally many
             block rows, or one more.
-        overlap: move tokens during the GEMM, which multiplies them in parts as they arrive, through peers' memory.
-            In a SwiGLU whose `down` has it too, one schedule serves both layers. Needs input_layouts=Shard(0), and
-            GPUs of one host that reach each other's memory (NVLink).
+        overlap: copy x to the memory of the other ranks while the GEMM of own tokens runs; tokens of other ranks are
+            multiplied as they arrive. If `down` of a SwiGLU has it too, both layers are scheduled together. Needs
+            input_layouts=Shard(0), and GPUs of one host that reach each other's memory (NVLink).
 
     parallelize_module raises:
         TypeError: the layer is sharded already.
@@ -92,9 +92,9 @@ class BsrRowwiseParallel(RowwiseParallel):
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the features of each rank, from partition_hidden; by default ranks get ranges of equally many block
             columns, or one more.
-        overlap: send the summands of other ranks' tokens in parts, during the GEMMs of the next ones; own tokens come
-            last, and their GEMM adds what has arrived. Needs output_layouts=Shard(0), and tokens that are a multiple of
-            the number of ranks; see BsrColwiseParallel.
+        overlap: store the summands of other ranks' tokens to the memory of these ranks, by the GEMM itself; own tokens
+            come last, and their GEMM adds what has arrived. Needs output_layouts=Shard(0), and tokens that are a
+            multiple of the number of ranks; see BsrColwiseParallel.
 
     Raises as BsrColwiseParallel does.
     """

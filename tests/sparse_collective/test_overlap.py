@@ -4,8 +4,8 @@ Their streams, events and driver calls are replaced. Copies and signals of a ran
 random delays, so that a wait that is missing shows as a wrong result.
 """
 
-import ctypes
-import itertools
+import collections
+import contextlib
 import queue
 import random
 import threading
@@ -15,13 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cuda.bindings import driver
 
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
 from cute_kernels.runtime import links, peers
-from sparse_collective.distributed import overlap
-from sparse_collective.distributed.overlap import Exchange, parts_of
+from sparse_collective.distributed.overlap import Exchange
 from sparse_collective.distributed.sequence import gate_gradient
 
 SECONDS = 20
@@ -33,7 +31,7 @@ class Stream:
     streams: dict[int, "Stream"] = {}
 
     def __init__(self, device=None, inline=False):
-        self.cuda_stream, self.jobs, self.inline, self.unseen = len(self.streams) + 1, queue.Queue(), inline, False
+        self.cuda_stream, self.jobs, self.inline = len(self.streams) + 1, queue.Queue(), inline
         self.streams[self.cuda_stream] = self
         if not inline:
             threading.Thread(target=self.work, daemon=True).start()
@@ -48,7 +46,6 @@ class Stream:
         job() if self.inline else self.jobs.put(job)
 
     def wait_event(self, event):
-        event.stream.unseen = False
         done = event.done
         self.give(lambda: wait_until(done.is_set))
 
@@ -66,8 +63,15 @@ def wait_until(condition):
         time.sleep(1e-4)
 
 
-def word(address):
-    return ctypes.c_uint32.from_address(address)
+def put(signal):
+    """Signal once the one before has been taken, as torch does."""
+    wait_until(lambda: not signal.is_set())
+    signal.set()
+
+
+def take(signal):
+    wait_until(signal.is_set)
+    signal.clear()
 
 
 class Cluster:
@@ -75,10 +79,11 @@ class Cluster:
 
     def __init__(self, monkeypatch, ranks):
         self.ranks, self.here, self.barrier = ranks, threading.local(), threading.Barrier(ranks, timeout=SECONDS)
-        self.buffers = [None] * ranks
+        self.buffers, self.pads = [None] * ranks, [None] * ranks
         cuda = SimpleNamespace(
-            Stream=Stream, Event=Event, current_stream=lambda device: self.here.stream, synchronize=lambda device: None
-        )
+            Stream=Stream, Event=Event, stream=self.stream, current_stream=lambda device: self.here.stream,
+            synchronize=lambda device: None,
+        )  # fmt: skip
         for module in (links, peers):
             few = {name: getattr(torch, name) for name in ("tensor", "int64", "inference_mode")}
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, **few))
@@ -86,32 +91,33 @@ class Cluster:
         monkeypatch.setattr(dist, "get_rank", lambda group: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: self.barrier.wait())
-        for call in (self.cuMemcpyAsync, self.cuStreamWriteValue32, self.cuStreamWaitValue32):
-            monkeypatch.setattr(driver, call.__name__, call)
+        monkeypatch.setattr(links, "copy", lambda to, x: self.give(lambda: to.copy_(x)))
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        """torch.cuda.stream"""
+        before, self.here.stream = self.here.stream, stream
+        yield
+        self.here.stream = before
+
+    def give(self, job):
+        """Launch a kernel on the current stream."""
+        self.here.stream.give(job)
 
     def symmetric_buffer(self, size, device, group):
-        buffer = self.buffers[self.here.rank] = torch.full((size,), 255, dtype=torch.uint8)
+        rank = self.here.rank
+        buffer = self.buffers[rank] = torch.full((size,), 255, dtype=torch.uint8)
+        pads = self.pads[rank] = collections.defaultdict(threading.Event)  # by sender and channel
         self.barrier.wait()
-        handle = SimpleNamespace(buffer_ptrs=[b.data_ptr() for b in self.buffers], kept=list(self.buffers))
+        kept, others = list(self.buffers), list(self.pads)
+        handle = SimpleNamespace(
+            buffer_ptrs=[b.data_ptr() for b in kept],
+            get_buffer=lambda rank, shape, dtype, offset: kept[rank][offset : offset + shape.numel()],
+            put_signal=lambda to, channel: self.give(lambda: put(others[to][rank, channel])),
+            wait_signal=lambda source, channel: self.give(lambda: take(pads[source, channel])),
+        )
         self.barrier.wait()
         return buffer, handle
-
-    def cuMemcpyAsync(self, to, source, size, stream):
-        assert not self.here.stream.unseen, "a push does not follow the GEMM that it sends"
-        Stream.streams[stream].give(lambda: ctypes.memmove(to, source, size))
-        return (0,)
-
-    def cuStreamWriteValue32(self, stream, address, value, flags):
-        def write():
-            word(address).value = value
-
-        Stream.streams[stream].give(write)
-        return (0,)
-
-    def cuStreamWaitValue32(self, stream, address, value, flags):
-        assert flags == 0
-        Stream.streams[stream].give(lambda: wait_until(lambda: (word(address).value - value) % 2**32 < 2**31))
-        return (0,)
 
     def run(self, function):
         errors = []
@@ -141,8 +147,6 @@ class Group:
 def test_simulated_ranks(monkeypatch, ranks):
     """Both layers, the first alone, and the second alone, of changing sizes, in turn, through the same buffers."""
     monkeypatch.setattr(peers, "GRAIN", 256)
-    for name, value in {"PART_TOKENS": 16, "PART_BYTES": 256, "EDGE": 4}.items():
-        monkeypatch.setattr(overlap, name, value)
     cluster, group, device = Cluster(monkeypatch, ranks), Group(), torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     first_weight, second_weights = (
@@ -155,8 +159,6 @@ def test_simulated_ranks(monkeypatch, ranks):
     def rank_of(rank):
         memory = peers.Peers(group, device)
         link = links.Link(group, device, memory.rank, memory.ranks)
-        link._before = 2**32 - 3  # counts wrap around
-        link._counters.view(torch.int32).fill_(-3)
         cluster.barrier.wait()
         A, B = first_weight.T, second_weights[rank]
         for number, (n, x) in enumerate(zip(tokens, xs, strict=True)):
@@ -164,14 +166,13 @@ def test_simulated_ranks(monkeypatch, ranks):
             gathered = torch.full_like(whole, torch.nan) if number % 2 else None
 
             def first(part, rows):
-                h[rows] = part @ A
+                cluster.give(lambda: torch.matmul(part, A, out=h[rows]))
 
             def second(rows, out):
-                cluster.here.stream.unseen = True
-                out.copy_(h[rows] @ B)
+                cluster.give(lambda: torch.matmul(h[rows], B, out=out))
 
-            def last(rows, own, others):
-                y[own] = h[rows] @ B + others
+            def last(rows, others):
+                cluster.give(lambda: torch.add(h[rows] @ B, others, out=y))
 
             def until_end(**layers):
                 calls = []
@@ -190,18 +191,6 @@ def test_simulated_ranks(monkeypatch, ranks):
             assert torch.allclose(y, expected, atol=1e-4)
 
     cluster.run(rank_of)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "row_bytes", "parts", "pieces"),
-    [(4096, 8192, 2, 2), (2048, 8192, 1, 2), (16384, 8192, 4, 4), (1024, 8192, 1, 2), (512, 8192, 1, 1), (5, 64, 1, 1)],
-)
-def test_parts(tokens, row_bytes, parts, pieces):
-    found = parts_of(tokens, row_bytes)
-    assert [len(ranges) for ranges in found] == [parts, pieces]
-    for ranges in found:
-        assert (ranges[0].start, ranges[-1].stop) == (0, tokens)
-        assert all(a.stop == b.start and b.start % 256 == 0 for a, b in itertools.pairwise(ranges))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
