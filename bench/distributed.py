@@ -1,6 +1,6 @@
 """Several GPUs of one host: rows of sharded layers, each over what one GPU alone does of the same work.
 
-`python -m bench distributed` starts one process for each GPU, with 2, 4, ... of them, and writes
+`python -m bench distributed` starts one process for each GPU, with 1, 2, 4 and 8 of them, and writes
 bench/results/<card>/distributed.json. Modules of MODULES give the rows: a function `rows()` that returns Rows.
 """
 
@@ -35,7 +35,7 @@ class Row:
     """A measurement that all ranks make together.
 
     run(device): returns numbers and texts by name, the same on all ranks; the first rank's are recorded.
-    ranks: numbers of ranks that it is for; empty: all.
+    ranks: numbers of ranks that it is for; empty: two and more.
     target: what one of the numbers must be, for a reader of the table: {"ratio": {2: 1.05}}.
     """
 
@@ -149,7 +149,7 @@ def line(entry: dict) -> str:
 def measure(world: int, only: str, keep: Callable) -> list[dict]:
     """All rows with so many ranks; processes start again after a row that fails. keep: see worker."""
     found: list[dict] = []
-    names = [row.name for row in all_rows() if only in row.name and (not row.ranks or world in row.ranks)]
+    names = [row.name for row in all_rows() if only in row.name and (world in row.ranks if row.ranks else world > 1)]
     while names:
         with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
             out = Path(folder, "rows.json")
@@ -174,9 +174,9 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate:
         return simulated(args)
     count = torch.cuda.device_count()
-    worlds = args.ranks or [n for n in (2, 4, 8) if n <= count]
+    worlds = args.ranks or [n for n in (1, 2, 4, 8) if n <= count]
     if not worlds or max(worlds) > count:
-        print(f"bench distributed: needs at least {max(worlds or [2])} CUDA GPUs, found {count}")
+        print(f"bench distributed: needs at least {max(worlds or [1])} CUDA GPUs, found {count}")
         return 2
     rows: list[dict] = []
     before = earlier(args.out) if args.add else []
@@ -231,7 +231,7 @@ def add_command(subparsers) -> None:
     """Add `distributed` to the subcommands of an argparse parser."""
     options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     sub = subparsers.add_parser("distributed", help="sharded layers on several GPUs of one host", **options)
-    sub.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
+    sub.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2, 4, 8)")
     text = "predict context-parallel attention on so many GPUs from what was measured (bench/simulate.py)"
     sub.add_argument("--simulate", type=int, nargs="+", metavar="N", help=text)
     text = "rows whose name contains this; writes no file without --add"

@@ -147,8 +147,7 @@ class Exchange:
         return slice(rank * self.tokens, (rank + 1) * self.tokens)
 
     def _rooms(self, turn: Turn, rank: int, ranks: int, all_x: int) -> tuple[Room, list[Room]]:
-        """Where this rank receives from the others, and where they receive from it, in the order in which it works on
-        them. A rank has x of others in that order, (ranks - 1, t, K), and y by rank, (ranks - 1, t, N)."""
+        """Memory where this rank receives from the others, and where they receive from it, in the order of its work. A rank has x of others in that order, (ranks - 1, t, K), and y by rank, (ranks - 1, t, N)."""
         width, dtype, others = 0 if self.x is None else self.x.shape[1], self.like.dtype, ranks - 1
 
         def room(buffer: Tensor) -> Room:
