@@ -7,8 +7,8 @@
 Copies of whole tensors run on copy engines. Signals are torch's (symmetric memory), kernels of one warp: one that waits
 stands where the stream would wait anyway, so it takes no multiprocessor from a GEMM.
 
-A turn of Peers is a barrier also with a link in place of `ready`: every rank sends something to every other one, and
-waits for what each sends. So memory that is written to has been read by then: its owner has sent in the turn before.
+A round of Peers is a barrier also with a link in place of `ready`: every rank sends something to every other one, and
+waits for what each sends. So memory that is written to has been read by then: its owner has sent in the round before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Link:
     """Copies and signals of a rank to the others of its group; see link_of.
 
     In a use of it, from `begin` to `end`, a rank pushes to each other rank once, or signals each once, or both, all
-    ranks alike, and waits for the same of each. Not for CUDA graphs, whose replays do not take turns.
+    ranks alike, and waits for the same of each. Not for CUDA graphs, whose replays do not alternate buffers.
     """
 
     def __init__(self, group: Any, device: torch.device, rank: int, ranks: int) -> None:

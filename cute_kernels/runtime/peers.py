@@ -1,14 +1,14 @@
 """Memory that the processes of a group read from each other: CUDA's symmetric memory, on one host.
 
-A group has two buffers in each process, which take turns. In a turn every process fills its own buffer, a barrier on
+A group has two buffers in each process, which alternate. In a round every process fills its own buffer, a barrier on
 the stream follows, and then each reads what it needs of the others':
 
-    turn          n                       n + 1                   n + 2
+    round         n                       n + 1                   n + 2
     buffer        0                       1                       0
     stream        fill | barrier | read   fill | barrier | read   fill ...
 
-Buffer 0 is filled again in turn n + 2, behind the barrier of turn n + 1, which no process reaches before it has read
-what it wanted in turn n. So a turn has one barrier.
+Buffer 0 is filled again in round n + 2, behind the barrier of round n + 1, which no process reaches before it has read
+what it wanted in round n. So a round has one barrier.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .torch_compat import symmetric_buffer
 
-__all__ = ["Peers", "Turn", "peers_of"]
+__all__ = ["PeerBuffer", "Peers", "peers_of"]
 
 GRAIN = 2**21  # bytes; buffers are multiples of it
-SIZES = 64  # of turns of a buffer whose views are cached
+SIZES = 64  # of a buffer, whose views are cached
 GROWTH = 1.25  # a buffer that is too small is replaced by one of this many times the bytes asked for
 
 _FOUND: weakref.WeakKeyDictionary[Any, Peers | None] = weakref.WeakKeyDictionary()
@@ -64,8 +64,8 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
     return all(answers)
 
 
-class Turn:
-    """One turn of a buffer.
+class PeerBuffer:
+    """One of the two buffers of each rank, as large as a round needs.
 
     own: uint8 (size,), this process's buffer, to be filled before `ready`.
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
@@ -80,7 +80,7 @@ class Turn:
         return self._handle.get_buffer(rank, self.own.shape, self.own.dtype, self._offset)
 
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Views of `own` that make() returns, cached by `key`: later turns of this buffer and size share them."""
+        """Views of `own` that make() returns, cached by `key`: later rounds with this buffer and size share them."""
         if key not in self._views:
             with torch.inference_mode(False):  # or calls outside of it could not write to them
                 self._views[key] = make()
@@ -92,10 +92,10 @@ class Turn:
 
 
 class Peers:
-    """Two buffers of each rank of a group, which take turns. See peers_of.
+    """Two buffers of each rank of a group, which alternate. See peers_of.
 
-    All ranks call `take`, with equal sizes, and `ready` in the same order. The reads of a turn are launched before the
-    next turn's `take`, on the stream that is current then, or on others that it waits for. A turn on another stream
+    All ranks call `acquire`, with equal sizes, and `ready` in the same order. The reads of a round are launched before
+    the next `acquire`, on the stream that is current then, or on others that it waits for. A round on another stream
     waits for that of the last one.
     """
 
@@ -103,46 +103,46 @@ class Peers:
         import torch.distributed as dist
 
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._device, self._turn = weakref.ref(group), device, 0
+        self._group, self._device, self._round = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any, int] | None] = [None, None]
-        self._stream: Any = None  # of the last turn
-        self._turns: list[dict[int, Turn]] = [{}, {}]  # of each buffer, by size
+        self._stream: Any = None  # of the last round
+        self._sized: list[dict[int, PeerBuffer]] = [{}, {}]  # of each buffer, by size
 
     @property
     def room(self) -> int:
-        """Bytes of the next turn's buffer, the same on all ranks: so many can be taken without growth; 0 at first."""
-        kept = self._buffers[self._turn % 2]
+        """Bytes of the next buffer, the same on all ranks: so many can be acquired without growth; 0 at first."""
+        kept = self._buffers[self._round % 2]
         return 0 if kept is None else len(kept[0])
 
-    def take(self, size: int) -> Turn:
-        """The next turn, of a buffer of `size` bytes; the same size on all ranks. A buffer that is too small is
+    def acquire(self, size: int) -> PeerBuffer:
+        """The buffer of the next round, `size` bytes of it; the same size on all ranks. A buffer that is too small is
         replaced, which synchronizes."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             if self._stream not in (None, stream):
                 stream.wait_stream(self._stream)
             self._stream = stream
-        place = self._turn % 2
-        self._turn += 1
+        place = self._round % 2
+        self._round += 1
         kept = self._buffers[place]
         if kept is None or len(kept[0]) < size:
             kept = self._buffers[place] = self._made(place, size)
-        turns = self._turns[place]
-        if size not in turns:
-            if len(turns) == SIZES:
-                turns.clear()
+        sized = self._sized[place]
+        if size not in sized:
+            if len(sized) == SIZES:
+                sized.clear()
             buffer, *others = kept
-            turns[size] = Turn(buffer[:size], *others)
-        return turns[size]
+            sized[size] = PeerBuffer(buffer[:size], *others)
+        return sized[size]
 
-    def give_back(self) -> None:
-        """Undo the last `take`, of a turn that is not used; this process has written to its own buffer at most."""
-        self._turn -= 1
+    def undo_acquire(self) -> None:
+        """Undo the last `acquire`, if its buffer is not used; this process has written to its own buffer at most."""
+        self._round -= 1
 
     def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any, int]:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None
-        self._turns[place].clear()
+        self._sized[place].clear()
         if kept is not None:
             import torch.distributed as dist
 

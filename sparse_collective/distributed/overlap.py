@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cute_kernels.runtime.links import PUSHED, STORED, Link, link_of
-from cute_kernels.runtime.peers import Peers, Turn
+from cute_kernels.runtime.peers import PeerBuffer, Peers
 from cute_kernels.runtime.torch_compat import all_gather_single
 
 from .. import dispatch
@@ -112,8 +112,8 @@ class Exchange:
         rank, ranks, size = link.rank, link.ranks, self.like.element_size()
         x = None if self.x is None else self.x.contiguous()
         all_x = 0 if x is None else -(-(ranks - 1) * x.numel() * size // 256) * 256  # bytes
-        turn = peers.take(all_x + (ranks - 1) * self.tokens * self.columns * size)
-        mine, theirs = self._rooms(turn, rank, ranks, all_x)
+        buffer = peers.acquire(all_x + (ranks - 1) * self.tokens * self.columns * size)
+        mine, theirs = self._rooms(buffer, rank, ranks, all_x)
         own = self._rows(rank)
 
         link.begin()
@@ -146,8 +146,12 @@ class Exchange:
         """The rows of a rank's tokens among those of all ranks."""
         return slice(rank * self.tokens, (rank + 1) * self.tokens)
 
-    def _rooms(self, turn: Turn, rank: int, ranks: int, all_x: int) -> tuple[Room, list[Room]]:
-        """Memory where this rank receives from the others, and where they receive from it, in the order of its work. A rank has x of others in that order, (ranks - 1, t, K), and y by rank, (ranks - 1, t, N)."""
+    def _rooms(self, buffer: PeerBuffer, rank: int, ranks: int, all_x: int) -> tuple[Room, list[Room]]:
+        """Memory where this rank receives from the others, and where they receive from it, in the order of its work.
+
+        Each rank has x of the others in the order in which it works on them, (ranks - 1, t, K), and y by rank,
+        (ranks - 1, t, N).
+        """
         width, dtype, others = 0 if self.x is None else self.x.shape[1], self.like.dtype, ranks - 1
 
         def room(buffer: Tensor) -> Room:
@@ -159,11 +163,11 @@ class Exchange:
             theirs = []
             for place in range(others):
                 other = (rank + 1 + place) % ranks
-                x, y = room(turn.of(other))
+                x, y = room(buffer.of(other))
                 theirs.append(Room(x[others - 1 - place], y[rank - (rank > other)]))
-            return room(turn.own), theirs
+            return room(buffer.own), theirs
 
-        return turn.views((self.tokens, width, self.columns, dtype), rooms)
+        return buffer.views((self.tokens, width, self.columns, dtype), rooms)
 
 
 class Room(NamedTuple):

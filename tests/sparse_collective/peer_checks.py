@@ -56,7 +56,7 @@ class SharedFiles(Peers):
         self.mapped.extend(buffers)
         buffers[self.rank].fill_(0xFF)
         pointers = torch.tensor([b.data_ptr() for b in buffers])
-        return buffers[self.rank], pointers, Mapped(group)
+        return buffers[self.rank], pointers, Mapped(group), 0
 
 
 def by_emulator(source, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, weighted=False):
@@ -83,10 +83,10 @@ def shared_memory(device):
             PEERS[group] = SharedFiles(group, device)
         return PEERS[group]
 
-    before = sum(peers._turn for peers in PEERS.values())
+    before = sum(peers._round for peers in PEERS.values())
     with mock.patch.object(dispatch, "peers_of", peers_of), mock.patch.object(rows, "_function", by_emulator):
         yield
-    assert sum(peers._turn for peers in PEERS.values()) > before
+    assert sum(peers._round for peers in PEERS.values()) > before
 
 
 def experts_between_peers(device):
@@ -128,7 +128,7 @@ def gradients(model):
     return [getattr(model, name).values.grad.to_local() for name in expert_checks.WEIGHTS]
 
 
-def calls_in_turn(device):
+def calls_one_after_another(device):
     """Calls with other numbers of tokens, one after another without waiting, as layers of a model make them."""
     alone = mixture(device)
     model, x = parallelized(alone, mesh_of(device)), normal(40 * EXPERTS, expert_checks.DIM, device=device)
@@ -181,7 +181,7 @@ def results_are_kept(device):
         assert not rooms.called
 
 
-def modes_in_turn(device):
+def modes_mixed(device):
     """Calls with gradients or without, in inference mode, under autocast, and after an error use the same buffers."""
     alone = mixture(device)
     model, x = parallelized(alone, mesh_of(device)), normal(25, expert_checks.DIM, device=device)
@@ -201,4 +201,11 @@ def modes_in_turn(device):
             near(leaf.grad, other.grad, 4)
 
 
-CHECKS = [experts_between_peers, both_ways_agree, calls_in_turn, layouts_with_room, results_are_kept, modes_in_turn]
+CHECKS = [
+    experts_between_peers,
+    both_ways_agree,
+    calls_one_after_another,
+    layouts_with_room,
+    results_are_kept,
+    modes_mixed,
+]
