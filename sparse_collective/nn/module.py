@@ -155,10 +155,8 @@ class BsrModule(Parametrizable):
         Raises:
             ValueError: the indices are no pattern, as after to_empty().
         """
-        if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
-            indices, shape = (self.crow_indices, self.col_indices), self.matrix_shape
-            pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
-            return BsrMatrix._of(pattern, indices, self.values, None, shape, not self._checked)
+        if torch.compiler.is_compiling():
+            return self._traced(self.values)
         kept: Any = self._weight
         buffers = self._buffers
         values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
@@ -185,6 +183,12 @@ class BsrModule(Parametrizable):
         if type(values) is nn.Parameter:  # and not what a transformation puts in its place for one call
             self._weight, self._dtype = matrix, values.dtype
         return matrix
+
+    def _traced(self, values: Tensor) -> BsrMatrix:
+        """`weight` in a graph of torch.compile, whose op finds by the index tensors what is known of their pattern."""
+        indices = self.crow_indices, self.col_indices
+        pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
+        return BsrMatrix._of(pattern, indices, values, None, self.matrix_shape, not self._checked)
 
     def compare_patterns(self) -> None:
         """Compare the pattern with that of the other ranks that hold shards of `values`. Synchronizes.
@@ -225,7 +229,9 @@ class BsrModule(Parametrizable):
             return
         values = self.values.detach()
         if type(values) is not Tensor or values.is_meta:  # shards: a matrix without memory, to keep the plans with
-            values = torch.empty(self.values.shape, dtype=values.dtype, device=crow.device)
+            lead = self.matrix_shape[:-2] if crow.dim() == 1 else ()
+            shape = *lead, self.nnz, *self.blocksize  # of a tensor-parallel layer, what this rank holds
+            values = torch.empty(shape, dtype=values.dtype, device=crow.device)
             values.untyped_storage().resize_(0)
         try:
             self._weight = self._learn(values)
