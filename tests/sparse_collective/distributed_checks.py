@@ -24,7 +24,7 @@ from sparse_collective.distributed import (
     overlap,
     partition_hidden,
 )
-from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, prune_
+from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, densify_, prune_, sparsity
 
 
 def dtype_of(device):
@@ -375,6 +375,10 @@ def refused(device):
     layer = parallelize_module(BsrLinear(128, 128, False, (32, 32), **more), mesh, column)
     raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
     raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
+    raises(TypeError, "has split this ParallelBsrLinear over ranks; call to_linear before", layer.to_linear)
+    model = nn.Sequential(BsrLinear(128, 128, blocksize=(32, 32), **more), layer)
+    raises(TypeError, "parallelize_module has split 1 over ranks; call densify_ before", densify_, model)
+    assert type(model[0]) is BsrLinear
 
 
 def uneven_tokens(device):
@@ -425,12 +429,18 @@ def optimized(device):
     assert not full_state_dict(model) or dist.get_rank() == 0
 
 
+def facts(model):
+    """sparsity(model) without the names of classes."""
+    return [(c.name, c.shape, c.stored, c.blocks, c.before, c.after) for c in sparsity(model).changes]
+
+
 def states(device):
     """A layer's own state, and one process's, load into tensor-parallel layers."""
     mesh = mesh_of(device)
     for alone in (pair(device), SwiGLU(128, 512, True, (64, 32), density=0.3, device=device, dtype=dtype_of(device))):
         model, x = parallelized(alone, mesh), normal(20, 128, device=device)
         saved = {name: t.clone() for name, t in model.state_dict().items()}
+        assert facts(model) == facts(alone)
         y, whole_state = model(x).clone(), full_state_dict(model, rank0_only=False)
         assert all(torch.equal(whole_state[name], t.cpu()) for name, t in alone.state_dict().items())
         for state in (saved, whole_state):

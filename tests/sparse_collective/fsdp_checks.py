@@ -21,10 +21,11 @@ from sparse_collective.nn import (
     GatedBsrLinear,
     SwiGLU,
     change_pattern_,
+    densify_,
     prune_,
 )
 
-from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
+from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises, whole
 
 
 class Grouped(nn.Module):
@@ -255,6 +256,11 @@ def another_number_of_blocks(device):
     layer = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
     state = BsrLinear(128, 96, True, (32, 32), density=1.0, device=device, dtype=dtype_of(device)).state_dict()
     raises(RuntimeError, "cannot be resized; load before it is sharded", layer.load_state_dict, state)
+    model, alone, _ = pair_of("root", device)
+    assert facts(model) == facts(alone)
+    for _ in range(2):
+        raises(TypeError, "fully_shard has split 0 over ranks; call densify_ before", densify_, model)
+        model.unshard()
 
 
 def full_state(device):
