@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
     BsrColwiseParallel,
+    BsrExpertParallel,
     BsrRowwiseParallel,
     distribute_bsr,
     full_state_dict,
@@ -372,7 +373,12 @@ def refused(device):
            BsrColwiseParallel(partition=uneven, output_layouts=Replicate()))  # fmt: skip
     raises(TypeError, "partition is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
            BsrColwiseParallel(partition=partition))  # fmt: skip
-    layer = parallelize_module(BsrLinear(128, 128, False, (32, 32), **more), mesh, column)
+    ranks = list(range(mesh.size()))
+    reversed_mesh, layer = DeviceMesh(device.type, ranks[::-1]), BsrLinear(128, 128, False, (32, 32), **more)
+    text = f"ranks of the mesh must ascend, got {ranks[::-1]}; pass a mesh of {ranks}"
+    for module, style in ((layer, column), (layer, row), (nn.Identity(), BsrExpertParallel())):
+        raises(ValueError, text, parallelize_module, module, reversed_mesh, style)
+    layer = parallelize_module(layer, mesh, column)
     raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
     raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
     raises(TypeError, "has split this ParallelBsrLinear over ranks; call to_linear before", layer.to_linear)
