@@ -171,7 +171,8 @@ class TensorParallel(PlacedState):
         if bias is not None and bias.dim() == 1:
             own = own_part(bias, -1, bias.shape[-1])
             # Ranks that hold different tokens each have a summand of the gradient.
-            z = z + (own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh))
+            own = own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh)
+            z = z + (own if own.dtype is z.dtype else own.to(z.dtype))  # under autocast z has its dtype
         return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 

@@ -174,6 +174,10 @@ def sequence_parallel(device):
         for layer, other in zip(model, alone, strict=True):
             values_agree(layer, other)
         near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
+        with torch.autocast(device.type, torch.bfloat16):
+            y = model.float()(part(x := normal(8, 12, 128, device=device).float()))
+            near(y, part(alone.float()(x)))
+        assert y.dtype is torch.bfloat16
 
 
 def overlapped(device):
