@@ -55,7 +55,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
 
 def ranks_of(state: dict[str, Any], whole: bool = False) -> set[int]:
-    """Ranks that the DTensors of a state are split over; with whole=True, all of the meshes that theirs are parts of."""
+    """Ranks of the meshes of a state's DTensors; with whole=True, of those that these meshes were sliced from."""
     meshes = [entry.device_mesh for entry in state.values() if is_dtensor(entry)]
     return {rank for mesh in meshes for rank in (root_mesh(mesh) if whole else mesh).mesh.flatten().tolist()}
 

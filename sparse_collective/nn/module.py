@@ -304,8 +304,12 @@ class BsrModule(Parametrizable):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "values" and is_dtensor(value):  # as fully_shard sets it, also after each use
+        if name != "values":
+            return
+        if is_dtensor(value):  # as fully_shard sets it, also after each use
             self.__dict__["_shard_mesh"] = value.device_mesh
+        elif self._shard_mesh is not None and not self._compared and not self.crow_indices.is_meta:
+            self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 
     def __delattr__(self, name: str) -> None:
         if name in TENSORS[:2]:  # so does register_parametrization
