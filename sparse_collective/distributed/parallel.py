@@ -182,9 +182,9 @@ def recorded(x: Tensor) -> bool:
 
 
 def hooked(layer: Any) -> bool:
-    """True if a call of a layer runs hooks."""
+    """True if a call of a layer runs hooks, or a forward that was set on the instance."""
     own = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
-    return any(own) or has_global_module_hook()
+    return any(own) or "forward" in layer.__dict__ or has_global_module_hook()
 
 
 def requires_gradient(*tensors: Any) -> bool:
@@ -224,7 +224,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
     def feed_forward(self, down: Any, x: Tensor) -> Tensor | None:
         """down(self(x)) with one schedule for the communication of both layers; None if it does not support the call.
 
-        Both layers must have overlap=True, the same mesh and features, and no hooks.
+        Both layers must have overlap=True, the same mesh and features, no hooks, and their class's forward.
         """
         if type(down) is not ParallelBsrLinear or not down.place.overlap or down.place.mesh != self.place.mesh:
             return None

@@ -303,6 +303,8 @@ class BsrModule(Parametrizable):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "values" and is_dtensor(value) and self._shard_mesh is None and not hasattr(self, "place"):
+            check_blocks(self, value)
         super().__setattr__(name, value)
         if name != "values":
             return
@@ -390,6 +392,15 @@ class BsrModule(Parametrizable):
         facts += f"bias={getattr(self, 'bias', None) is not None}, blocksize={self.blocksize}, "
         facts += f"density={self.density:.4g}, blocks={self.nnz} of {patterns * math.prod(self.grid)}"
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
+
+
+def check_blocks(layer: BsrModule, values: Any) -> None:
+    """ValueError if fully_shard is to train a layer without blocks, which its backward pass cannot."""
+    if values.requires_grad and not values.numel():
+        raise ValueError(
+            f"fully_shard: this {type(layer).__name__} stores no block, and FSDP2 reduces no gradient without elements; "
+            "store one block, or call layer.values.requires_grad_(False) before"
+        )
 
 
 def misfit(layer: Any, found: dict[str, Any]) -> str:

@@ -207,6 +207,12 @@ def overlapped(device):
                     near(model.train(mode)(part(x)), part(alone.train(mode)(x)), 2)
         if bias:
             near(model.down.bias.grad.full_tensor(), alone.down.bias.grad)
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.forward = mock.Mock(side_effect=layer.forward)
+        near(model(part(x)), part(alone(x)), 2)
+        layer.forward.assert_called_once()
+        del layer.forward
     style = BsrColwiseParallel(overlap=True)
     raises(ValueError, "overlap=True needs", parallelize_module, pair(device)[0], mesh, style)
 

@@ -258,6 +258,10 @@ def another_number_of_blocks(device):
     layer = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
     state = BsrLinear(128, 96, True, (32, 32), density=1.0, device=device, dtype=dtype_of(device)).state_dict()
     raises(RuntimeError, "cannot be resized; load before it is sharded", layer.load_state_dict, state)
+    empty = BsrLinear(64, 64, True, (32, 32), density=0.0, device=device, dtype=dtype_of(device))
+    raises(ValueError, "stores no block", fully_shard, copy.deepcopy(empty))
+    empty.values.requires_grad_(False)
+    near(fully_shard(copy.deepcopy(empty))(x := normal(4, 64, device=device)), empty(x))
     model, alone, _ = pair_of("root", device)
     assert facts(model) == facts(alone)
     for _ in range(2):
