@@ -398,7 +398,7 @@ def check_blocks(layer: BsrModule, values: Any) -> None:
     """ValueError if fully_shard is to train a layer without blocks, which its backward pass cannot."""
     if values.requires_grad and not values.numel():
         raise ValueError(
-            f"fully_shard: this {type(layer).__name__} stores no block, and FSDP2 reduces no gradient without elements; "
+            f"fully_shard: this {type(layer).__name__} stores no block, and FSDP2 reduces no empty gradients; "
             "store one block, or call layer.values.requires_grad_(False) before"
         )
 
