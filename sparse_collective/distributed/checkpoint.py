@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.runtime.torch_compat import is_dtensor
+from cute_kernels.runtime.torch_compat import is_dtensor, root_mesh
 
+from ..nn.shards import reasons
 from .state import PlacedState
 
 __all__ = ["full_state_dict", "load_full_state_dict", "register_optimizer_hooks"]
@@ -26,7 +27,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
     Args:
         model: called on all ranks; one tensor at a time is all-gathered.
-        rank0_only: True returns an empty dict on ranks other than 0.
+        rank0_only: True returns an empty dict on ranks other than 0. Where rank 0 does not share the layers with this
+            rank, as in another pipeline stage, the first rank that does returns the state.
         cpu_offload: True copies tensors to the CPU.
 
     Returns:
@@ -38,8 +40,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
         if torch.distributed.get_rank() == 0:
             torch.save(state, "model.pt")
     """
-    kept = not rank0_only or torch.distributed.get_rank() == 0
     state, entries = {}, dict[str, Any](model.state_dict())
+    kept = not rank0_only or torch.distributed.get_rank() == min(ranks_of(entries), default=0)
     for key, entry in entries.items():
         whole: Any = entry
         if is_dtensor(entry):  # fully_shard with an offload policy keeps it on the CPU, where NCCL gathers nothing
@@ -50,6 +52,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
             whole = whole.detach().to("cpu" if cpu_offload else whole.device, copy=True)
         state[key] = whole
     return state
+
+
+def ranks_of(state: dict[str, Any], whole: bool = False) -> set[int]:
+    """Ranks of the meshes of a state's DTensors; with whole=True, of those that these meshes were sliced from."""
+    meshes = [entry.device_mesh for entry in state.values() if is_dtensor(entry)]
+    return {rank for mesh in meshes for rank in (root_mesh(mesh) if whole else mesh).mesh.flatten().tolist()}
 
 
 def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
@@ -63,7 +71,8 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         state: of full_state_dict, or of a model that is not parallelized; on ranks other than 0 it is not read.
 
     Raises:
-        RuntimeError: names or shapes differ, or a pattern; on all ranks.
+        ValueError: the model is on ranks of a mesh that rank 0 is not in.
+        RuntimeError: names or shapes differ from the state's or between ranks, or a pattern; on all ranks.
 
     Example::
 
@@ -71,8 +80,21 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         load_full_state_dict(model, state)
     """
     own, first = dict[str, Any](model.state_dict()), torch.distributed.get_rank() == 0
-    if error := from_rank_0(misfits(own, state) if first else None):
-        raise RuntimeError(f"load_full_state_dict: {error}")
+    ranks = ranks_of(own, whole=True)
+    if ranks and 0 not in ranks:
+        raise ValueError(
+            f"load_full_state_dict: rank 0, whose state is loaded, does not have this model, which is on ranks "
+            f"{sorted(ranks)}; call model.load_state_dict(state) with the full state on each of them"
+        )
+    shapes = {key: tuple(entry.shape) if isinstance(entry, Tensor) else () for key, entry in own.items()}
+    error = RuntimeError("its model has other names or shapes than rank 0's")
+    if text := reasons(error if from_rank_0(shapes) != shapes else None, None):
+        raise RuntimeError(
+            f"load_full_state_dict: {text}; for models of some ranks, as pipeline stages, call "
+            "model.load_state_dict(state) with the full state on each rank"
+        )
+    if misfit := from_rank_0(misfits(own, state) if first else None):
+        raise RuntimeError(f"load_full_state_dict: {misfit}")
     model.load_state_dict({key: placed_as(mine, state[key] if first else None) for key, mine in own.items()})
 
 

@@ -142,8 +142,8 @@ class BsrExpertParallel(ParallelStyle):
 
     parallelize_module raises:
         TypeError: the module is of another type, or sharded already.
-        ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions, or
-            the module is on the meta device.
+        ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions or
+            ranks that do not ascend, or the module is on the meta device.
         RuntimeError: ranks hold different patterns.
 
     Example::

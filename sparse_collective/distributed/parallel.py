@@ -171,7 +171,8 @@ class TensorParallel(PlacedState):
         if bias is not None and bias.dim() == 1:
             own = own_part(bias, -1, bias.shape[-1])
             # Ranks that hold different tokens each have a summand of the gradient.
-            z = z + (own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh))
+            own = own if place.outputs[0].is_replicate() else SumGradient.apply(own, place.mesh)
+            z = z + (own if own.dtype is z.dtype else own.to(z.dtype))  # under autocast z has its dtype
         return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 
@@ -181,9 +182,9 @@ def recorded(x: Tensor) -> bool:
 
 
 def hooked(layer: Any) -> bool:
-    """True if a call of a layer runs hooks."""
+    """True if a call of a layer runs hooks, or a forward that was set on the instance."""
     own = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
-    return any(own) or has_global_module_hook()
+    return any(own) or "forward" in layer.__dict__ or has_global_module_hook()
 
 
 def requires_gradient(*tensors: Any) -> bool:
@@ -223,7 +224,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
     def feed_forward(self, down: Any, x: Tensor) -> Tensor | None:
         """down(self(x)) with one schedule for the communication of both layers; None if it does not support the call.
 
-        Both layers must have overlap=True, the same mesh and features, and no hooks.
+        Both layers must have overlap=True, the same mesh and features, no hooks, and their class's forward.
         """
         if type(down) is not ParallelBsrLinear or not down.place.overlap or down.place.mesh != self.place.mesh:
             return None

@@ -6,6 +6,7 @@ A state dict holds one process's `values`, `bias` and indices, whatever the numb
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class PlacedState(BsrModule):
     def weight(self) -> BsrMatrix:
         """This rank's part of the weight; gradients of its values go to the DTensor."""
         values = own_part(self.values, -3, self.nnz)
+        if torch.compiler.is_compiling():
+            return self._traced(values)
         kept: Any = self._weight
         fits = kept is not None and kept.crow_indices is self.crow_indices and kept.col_indices is self.col_indices
         if not fits or kept.stored.shape != values.shape:
@@ -51,7 +54,8 @@ class PlacedState(BsrModule):
         return kept.with_values(values)
 
     def _adopt(self) -> None:
-        self._weight, self._checked = None, False  # `weight` checks the indices when it is first called
+        with contextlib.suppress(RuntimeError):  # a layer that is unpickled where its mesh has no process groups
+            super()._adopt()
 
     def split_dim(self, name: str) -> int:
         """The dimension of `values` or `bias` that is split."""

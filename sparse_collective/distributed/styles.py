@@ -35,7 +35,8 @@ class BsrColwiseParallel(ColwiseParallel):
 
     parallelize_module raises:
         TypeError: the layer is sharded already.
-        ValueError: the layer does not fit the partition, or output_layouts need equal ranges of features.
+        ValueError: the layer does not fit the partition, output_layouts need equal ranges of features, or the mesh has
+            several dimensions or ranks that do not ascend.
         RuntimeError: ranks hold different patterns.
 
     The layer's first call raises RuntimeError if ranks pass different numbers of tokens; see docs/howto/distributed.md.
@@ -136,8 +137,19 @@ def check_no_partition(style: Any, module: nn.Module) -> None:
 
 
 def check_mesh(style: Any, mesh: Any) -> None:
+    """Reject a mesh with several dimensions, or with ranks that do not ascend.
+
+    Torch splits a DTensor by the order of ranks in the mesh, and gathers it by that in the process group, which is
+    ascending: a state dict would be permuted.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    name, ranks = type(style).__name__, mesh.mesh.tolist()
     if mesh.ndim != 1:
-        raise ValueError(f'{type(style).__name__}: the mesh has {mesh.ndim} dimensions; pass one, as mesh["tp"]')
+        raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass one, as mesh["tp"]')
+    if ranks != sorted(ranks):
+        raise ValueError(f"{name}: ranks of the mesh must ascend, got {ranks}; pass a mesh of {sorted(ranks)}")
 
 
 def check_overlap(style: Any, module: nn.Module, layouts_fit: bool, which: str) -> None:

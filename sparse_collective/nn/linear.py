@@ -14,6 +14,7 @@ from ..bsr import BsrMatrix
 from ..bsr24.matrix import Bsr24
 from ..ops import bsr_linear
 from .module import BsrModule, block_grid
+from .shards import check_held
 
 __all__ = ["BsrLinear"]
 
@@ -167,7 +168,8 @@ class BsrLinear(BsrModule):
         """Return a torch.nn.Linear with the same weight and zeros in place of dropped blocks; copies.
 
         Raises:
-            ValueError: the layer has a fused activation, which nn.Linear cannot have.
+            TypeError: the layer is tensor-parallel.
+            ValueError: it has a fused activation, which nn.Linear cannot have.
         """
         if self.activation is not None:
             raise ValueError(
@@ -178,6 +180,7 @@ class BsrLinear(BsrModule):
 
     def _dense(self, kind: type[Dense]) -> Dense:
         """A linear layer of this class with the same weight and bias."""
+        check_held("to_linear", f"this {type(self).__name__}", self)
         weight, bias = self.values, self.bias
         linear = kind(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
         if weight.is_meta:

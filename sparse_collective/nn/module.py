@@ -155,10 +155,8 @@ class BsrModule(Parametrizable):
         Raises:
             ValueError: the indices are no pattern, as after to_empty().
         """
-        if torch.compiler.is_compiling():  # the graph's op finds by these tensors what is known of their pattern
-            indices, shape = (self.crow_indices, self.col_indices), self.matrix_shape
-            pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
-            return BsrMatrix._of(pattern, indices, self.values, None, shape, not self._checked)
+        if torch.compiler.is_compiling():
+            return self._traced(self.values)
         kept: Any = self._weight
         buffers = self._buffers
         values = self._parameters.get("values")  # without Module.__getattr__, 0.5 us a call
@@ -185,6 +183,12 @@ class BsrModule(Parametrizable):
         if type(values) is nn.Parameter:  # and not what a transformation puts in its place for one call
             self._weight, self._dtype = matrix, values.dtype
         return matrix
+
+    def _traced(self, values: Tensor) -> BsrMatrix:
+        """`weight` in a graph of torch.compile, whose op finds by the index tensors what is known of their pattern."""
+        indices = self.crow_indices, self.col_indices
+        pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
+        return BsrMatrix._of(pattern, indices, values, None, self.matrix_shape, not self._checked)
 
     def compare_patterns(self) -> None:
         """Compare the pattern with that of the other ranks that hold shards of `values`. Synchronizes.
@@ -225,7 +229,9 @@ class BsrModule(Parametrizable):
             return
         values = self.values.detach()
         if type(values) is not Tensor or values.is_meta:  # shards: a matrix without memory, to keep the plans with
-            values = torch.empty(self.values.shape, dtype=values.dtype, device=crow.device)
+            lead = self.matrix_shape[:-2] if crow.dim() == 1 else ()
+            shape = *lead, self.nnz, *self.blocksize  # of a tensor-parallel layer, what this rank holds
+            values = torch.empty(shape, dtype=values.dtype, device=crow.device)
             values.untyped_storage().resize_(0)
         try:
             self._weight = self._learn(values)
@@ -297,9 +303,15 @@ class BsrModule(Parametrizable):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "values" and is_dtensor(value) and self._shard_mesh is None and not hasattr(self, "place"):
+            check_blocks(self, value)
         super().__setattr__(name, value)
-        if name == "values" and is_dtensor(value):  # as fully_shard sets it, also after each use
+        if name != "values":
+            return
+        if is_dtensor(value):  # as fully_shard sets it, also after each use
             self.__dict__["_shard_mesh"] = value.device_mesh
+        elif self._shard_mesh is not None and not self._compared and not self.crow_indices.is_meta:
+            self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 
     def __delattr__(self, name: str) -> None:
         if name in TENSORS[:2]:  # so does register_parametrization
@@ -380,6 +392,15 @@ class BsrModule(Parametrizable):
         facts += f"bias={getattr(self, 'bias', None) is not None}, blocksize={self.blocksize}, "
         facts += f"density={self.density:.4g}, blocks={self.nnz} of {patterns * math.prod(self.grid)}"
         return facts if self.activation is None else f"{facts}, activation={self.activation!r}"
+
+
+def check_blocks(layer: BsrModule, values: Any) -> None:
+    """ValueError if fully_shard is to train a layer without blocks, which its backward pass cannot."""
+    if values.requires_grad and not values.numel():
+        raise ValueError(
+            f"fully_shard: this {type(layer).__name__} stores no block, and FSDP2 reduces no empty gradients; "
+            "store one block, or call layer.values.requires_grad_(False) before"
+        )
 
 
 def misfit(layer: Any, found: dict[str, Any]) -> str:

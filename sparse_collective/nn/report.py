@@ -130,7 +130,28 @@ def size_of(layer: nn.Module) -> int:
     """Number of stored elements: values and biases."""
     if isinstance(layer, InferenceLinear):
         return layer.values.numel() + (0 if layer.bias is None else layer.bias.numel())
+    if isinstance(layer, BsrModule) and hasattr(layer, "place"):  # its parameters have room that no block fills
+        return blocks_of(layer)[0] * math.prod(layer.blocksize) + bias_size(layer, whole_shape(layer))
     return sum(p.numel() for p in layer.parameters())
+
+
+def whole_shape(layer: Any) -> tuple[int, ...]:
+    """(M, K), or (E, M, K); of tensor- and expert-parallel layers that of all ranks."""
+    shape = layer.out_features, layer.in_features
+    return shape if getattr(layer, "items", None) is None else (layer.items, *shape)
+
+
+def blocks_of(layer: Any) -> tuple[int, int]:
+    """(stored blocks, all blocks) of a layer with blocks, of all its items; of parallel layers those of all ranks."""
+    shape, (bm, bk) = whole_shape(layer), layer.blocksize
+    stored = len(getattr(layer, "global_col_indices", layer.col_indices))
+    if layer.crow_indices.dim() == 1:  # one pattern
+        stored *= math.prod(shape[:-2])
+    return stored, math.prod(shape) // (bm * bk)
+
+
+def bias_size(layer: Any, shape: tuple[int, ...]) -> int:
+    return 0 if getattr(layer, "bias", None) is None else math.prod(shape[:-1])
 
 
 def sparsity(model: nn.Module) -> Report:
@@ -141,7 +162,8 @@ def sparsity(model: nn.Module) -> Report:
 
     Returns:
         A Report with one line per layer: shape (M, K), or (E, M, K) for experts; stored blocks; parameters of the dense
-        layer -> stored ones, biases included. It is empty if the model has no such layer.
+        layer -> stored ones, biases included. Layers that several ranks share, as by fully_shard or
+        parallelize_module, are reported whole, on each rank. It is empty if the model has no such layer.
 
     Example:
         print(sparsity(model))
@@ -150,13 +172,9 @@ def sparsity(model: nn.Module) -> Report:
     for name, layer in model.named_modules():
         if not isinstance(layer, (BsrModule, InferenceLinear)):
             continue
-        shape = layer.matrix_shape if isinstance(layer, BsrModule) else (layer.out_features, layer.in_features)
-        stored = blocks = 0
-        if isinstance(layer, (BsrModule, StoredBlocks)):  # a Sparse24Linear has no blocks
-            stored = math.prod(layer.values.shape[:-2])
-            blocks = math.prod(shape[:-2]) * math.prod(layer.grid)
-        bias = getattr(layer, "bias", None)
-        before = math.prod(shape) + (0 if bias is None else bias.numel())
+        shape, has_blocks = whole_shape(layer), isinstance(layer, (BsrModule, StoredBlocks))
+        stored, blocks = blocks_of(layer) if has_blocks else (0, 0)  # a Sparse24Linear has no blocks
+        before = math.prod(shape) + bias_size(layer, shape)
         name = name or type(layer).__name__
         report.changes.append(Change(name, shape, before, size_of(layer), stored, blocks, note=type(layer).__name__))
     return report

@@ -18,7 +18,9 @@ from cute_kernels.runtime.torch_compat import is_dtensor, resize_fully_sharded
 from ..pattern_update import moved
 
 __all__ = [
+    "WHOLE",
     "bounds",
+    "check_held",
     "check_same",
     "gathered",
     "local_part",
@@ -29,6 +31,22 @@ __all__ = [
     "shard_dim",
     "shard_range",
 ]
+
+
+WHOLE = (
+    "call {} before, or in one process: sparse_collective.distributed.full_state_dict(model) returns the state to load "
+    "into a whole model"
+)
+
+
+def check_held(op: str, name: str, layer: Any) -> None:
+    """Reject a tensor- or expert-parallel layer, of which this rank holds a part.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if hasattr(layer, "place"):
+        raise TypeError(f"{op}: parallelize_module has split {name} over ranks; {WHOLE.format(op)}")
 
 
 def shard_dim(t: Any) -> int | None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.runtime.torch_compat import is_dtensor
+
 from .. import checks as arguments
 from .config import SparsityConfig, density_of, sparse_of, why_no_grid
 from .experts import ExpertsModules, experts_in, swap_experts
@@ -19,6 +21,7 @@ from .gated import GatedLinear
 from .grouped import BsrGroupedLinear
 from .linear import BsrLinear
 from .report import Change, Report, size_of
+from .shards import WHOLE, check_held
 from .swap import (
     FilterFn,
     check_config,
@@ -147,6 +150,8 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
         A Report with one line per layer.
 
     Raises:
+        TypeError: several ranks share a layer that the filter accepts, by fully_shard or parallelize_module. The model
+            is unchanged.
         ValueError: `model` is a BsrLinear itself or has none, or the filter accepts no layer.
 
     Example:
@@ -156,6 +161,10 @@ def densify_(model: nn.Module, filter_fn: FilterFn | None = None) -> Report:
         raise ValueError("densify_ changes the layers inside of a model; of one layer use its to_linear()")
     report, made = Report(), {}
     chosen: dict[Any, list[str]] = select("densify_", model, (BsrLinear, BsrGroupedLinear), filter_fn)
+    for layer, (name, *_) in chosen.items():
+        check_held("densify_", name, layer)
+        if layer._shard_mesh is not None or is_dtensor(layer.values):
+            raise TypeError(f"densify_: fully_shard has split {name} over ranks; {WHOLE.format('densify_')}")
     for layer, (name, *_) in chosen.items():
         why = "has hooks" if has_hooks(layer) else ""
         if isinstance(layer, BsrGroupedLinear):

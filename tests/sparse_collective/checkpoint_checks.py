@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -199,6 +200,22 @@ def states_of_offloaded_parameters(device):
         equal(full_state_dict(model, rank0_only=False), dict(alone.state_dict()))
 
 
+def states_of_some_ranks(device):
+    """Models without rank 0: a pipeline stage, and one on a mesh of the last ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    half = world // 2
+    mesh = mesh_of(device, 2, half, names=("pp", "tp"))
+    alone = linears(device, 0.4 + rank // half / 2)
+    state = full_state_dict(model := parallelized(alone, mesh["tp"]))
+    equal(state, dict(alone.state_dict()) if rank % half == 0 else {})
+    raises(RuntimeError, "its model has other names or shapes", load_full_state_dict, model, alone.state_dict())
+    mesh = DeviceMesh(device.type, list(range(half, world)))
+    if rank >= half:
+        model = parallelized(alone, mesh)
+        assert bool(full_state_dict(model)) is (rank == half)
+        raises(ValueError, "rank 0, whose state is loaded, does not", load_full_state_dict, model, alone.state_dict())
+
+
 def refused_states(device):
     """States that would be read in a wrong order, or of other layers."""
     mesh, folder = mesh_of(device), same_folder()
@@ -233,4 +250,4 @@ def refused_states(device):
     raises(TypeError, "use one with elementwise state", optimizer.state_dict)
 
 
-CHECKS = [full_states, states_with_fully_shard, states_of_offloaded_parameters, refused_states]
+CHECKS = [full_states, states_with_fully_shard, states_of_offloaded_parameters, states_of_some_ranks, refused_states]

@@ -9,7 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -17,12 +17,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
     BsrColwiseParallel,
+    BsrExpertParallel,
     BsrRowwiseParallel,
     distribute_bsr,
     full_state_dict,
     partition_hidden,
 )
-from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, prune_
+from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, densify_, prune_, sparsity
 
 
 def dtype_of(device):
@@ -171,6 +172,10 @@ def sequence_parallel(device):
         for layer, other in zip(model, alone, strict=True):
             values_agree(layer, other)
         near(model[1].bias.grad.full_tensor(), alone[1].bias.grad)
+        with torch.autocast(device.type, torch.bfloat16):
+            y = model.float()(part(x := normal(8, 12, 128, device=device).float()))
+            near(y, part(alone.float()(x)))
+        assert y.dtype is torch.bfloat16
 
 
 def overlapped(device):
@@ -200,6 +205,12 @@ def overlapped(device):
                     near(model.train(mode)(part(x)), part(alone.train(mode)(x)), 2)
         if bias:
             near(model.down.bias.grad.full_tensor(), alone.down.bias.grad)
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.forward = mock.Mock(side_effect=layer.forward)
+        near(model(part(x)), part(alone(x)), 2)
+        layer.forward.assert_called_once()
+        del layer.forward
     style = BsrColwiseParallel(overlap=True)
     raises(ValueError, "overlap=True needs", parallelize_module, pair(device)[0], mesh, style)
 
@@ -335,19 +346,20 @@ def mixture(device):
 
 
 def compiled(device):
-    """Tensor-parallel layers under torch.compile: results and gradients of eager calls."""
+    """Tensor-parallel layers that are compiled before any eager call: results and gradients of eager calls.
+
+    Ranks hold different numbers of blocks, so that some read a part of their values' memory.
+    """
+    mesh, x, alone = mesh_of(device), normal(20, 128, device=device), pair(device)
+    model, eager = parallelized(alone, mesh), parallelized(alone, mesh)
+    assert any(len(set(map(len, layer.entries("values")))) > 1 for layer in model)
     torch._dynamo.reset()
-    mesh, x = mesh_of(device), normal(20, 128, device=device)
-    model = parallelized(pair(device), mesh)
-    expected = model(x)
-    expected.float().square().sum().backward()
-    gradients = [p.grad.to_local().clone() for p in model.parameters()]
-    model.zero_grad()
-    found = torch.compile(model, backend="aot_eager")(x)
-    found.float().square().sum().backward()
-    near(found, expected)
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        near(p.grad.to_local(), gradient)
+    results = [torch.compile(model, backend="aot_eager", fullgraph=True)(x), eager(x)]
+    near(*results)
+    for y in results:
+        y.float().square().sum().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        near(mine.grad.to_local(), theirs.grad.to_local())
 
 
 def refused(device):
@@ -368,9 +380,18 @@ def refused(device):
            BsrColwiseParallel(partition=uneven, output_layouts=Replicate()))  # fmt: skip
     raises(TypeError, "partition is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
            BsrColwiseParallel(partition=partition))  # fmt: skip
-    layer = parallelize_module(BsrLinear(128, 128, False, (32, 32), **more), mesh, column)
+    ranks = list(range(mesh.size()))
+    reversed_mesh, layer = DeviceMesh(device.type, ranks[::-1]), BsrLinear(128, 128, False, (32, 32), **more)
+    text = f"ranks of the mesh must ascend, got {ranks[::-1]}; pass a mesh of {ranks}"
+    for module, style in ((layer, column), (layer, row), (nn.Identity(), BsrExpertParallel())):
+        raises(ValueError, text, parallelize_module, module, reversed_mesh, style)
+    layer = parallelize_module(layer, mesh, column)
     raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
     raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
+    raises(TypeError, "has split this ParallelBsrLinear over ranks; call to_linear before", layer.to_linear)
+    model = nn.Sequential(BsrLinear(128, 128, blocksize=(32, 32), **more), layer)
+    raises(TypeError, "parallelize_module has split 1 over ranks; call densify_ before", densify_, model)
+    assert type(model[0]) is BsrLinear
 
 
 def uneven_tokens(device):
@@ -421,12 +442,18 @@ def optimized(device):
     assert not full_state_dict(model) or dist.get_rank() == 0
 
 
+def facts(model):
+    """sparsity(model) without the names of classes."""
+    return [(c.name, c.shape, c.stored, c.blocks, c.before, c.after) for c in sparsity(model).changes]
+
+
 def states(device):
     """A layer's own state, and one process's, load into tensor-parallel layers."""
     mesh = mesh_of(device)
     for alone in (pair(device), SwiGLU(128, 512, True, (64, 32), density=0.3, device=device, dtype=dtype_of(device))):
         model, x = parallelized(alone, mesh), normal(20, 128, device=device)
         saved = {name: t.clone() for name, t in model.state_dict().items()}
+        assert facts(model) == facts(alone)
         y, whole_state = model(x).clone(), full_state_dict(model, rank0_only=False)
         assert all(torch.equal(whole_state[name], t.cpu()) for name, t in alone.state_dict().items())
         for state in (saved, whole_state):

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective.distributed import BsrExpertParallel, full_state_dict
-from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts
+from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, densify_
 
-from .distributed_checks import dtype_of, mesh_of, near, normal, raises
+from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises
 
 DIM, EXPERTS = 64, 8
 WEIGHTS = ("gate", "up", "down")
@@ -135,6 +135,8 @@ def experts_of_transformers(device):
         return m(x, own_tokens(index, counts), own_tokens(weights, counts))
 
     compare(model, alone, x, counts, call, ("gate_up", "down"))
+    raises(TypeError, "parallelize_module has split", densify_, model)
+    assert facts(model) == facts(alone)
     state = full_state_dict(model, rank0_only=False)
     assert all(torch.equal(state[name], t.cpu()) for name, t in alone.state_dict().items())
     other = parallelized(alone, mesh)

@@ -21,10 +21,11 @@ from sparse_collective.nn import (
     GatedBsrLinear,
     SwiGLU,
     change_pattern_,
+    densify_,
     prune_,
 )
 
-from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
+from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises, whole
 
 
 class Grouped(nn.Module):
@@ -196,9 +197,11 @@ def choices_that_differ(device):
     model[1].unshard()
     raises(RuntimeError, "gathered at present", prune_, model[1], 0.2)
     model[1].reshard()
-    torch.manual_seed(rank)
-    other = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
-    raises(RuntimeError, "the pattern differs between ranks", other, normal(4, 128, device=device))
+    torch._dynamo.reset()
+    for change in (lambda layer: layer, lambda layer: torch.compile(layer, backend="aot_eager")):
+        torch.manual_seed(rank)
+        other = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
+        raises(RuntimeError, "the pattern differs between ranks", change(other), normal(4, 128, device=device))
 
 
 def data_parallel(device):
@@ -255,6 +258,15 @@ def another_number_of_blocks(device):
     layer = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
     state = BsrLinear(128, 96, True, (32, 32), density=1.0, device=device, dtype=dtype_of(device)).state_dict()
     raises(RuntimeError, "cannot be resized; load before it is sharded", layer.load_state_dict, state)
+    empty = BsrLinear(64, 64, True, (32, 32), density=0.0, device=device, dtype=dtype_of(device))
+    raises(ValueError, "stores no block", fully_shard, copy.deepcopy(empty))
+    empty.values.requires_grad_(False)
+    near(fully_shard(copy.deepcopy(empty))(x := normal(4, 64, device=device)), empty(x))
+    model, alone, _ = pair_of("root", device)
+    assert facts(model) == facts(alone)
+    for _ in range(2):
+        raises(TypeError, "fully_shard has split 0 over ranks; call densify_ before", densify_, model)
+        model.unshard()
 
 
 def full_state(device):

@@ -25,6 +25,7 @@ from .distributed import (
     is_dtensor,
     reduce_scatter_single,
     resize_fully_sharded,
+    root_mesh,
     symmetric_buffer,
 )
 from .dynamo import (
@@ -83,6 +84,7 @@ __all__ = [
     "raw_stream",
     "reduce_scatter_single",
     "resize_fully_sharded",
+    "root_mesh",
     "run_in_trace",
     "schema_arguments",
     "schema_of",

@@ -14,6 +14,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The DeviceMesh that a mesh was sliced from, or the mesh itself."""
+    return mesh._get_root_mesh()
+
+
 def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
     """Let FSDP2 know that a sharded parameter has another size in dimension 0; nothing if FSDP2 does not manage it.
 
