@@ -5,6 +5,7 @@ Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same num
 
 import copy
 import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
