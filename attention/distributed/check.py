@@ -1,18 +1,29 @@
-"""Comparison of the processes' masks, before they plan different transfers and wait for each other."""
+"""Comparison of the processes' masks and calls, before they transfer different numbers of bytes or wait for each other.
+
+Masks are compared when they are planned, and the arguments of attention in the first call with a plan. Later calls are
+not compared, whatever their arguments: a process cannot know that those of another one have changed, and a comparison
+in which only some take part would wait for the others. For the same reason a plan is compared either by all processes
+or, with check=False, by none. What remains: if one process records its first call (torch.compile, a CUDA graph), which
+is not compared, and another one runs it, the latter waits until the process group's timeout.
+"""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.derived import captured
+from cute_kernels.runtime.torch_compat import in_graph_trace
 from sparse_collective.nn.shards import reasons
 
 from ..masks.block_mask import BlockMask
 
 PLAIN = (bool, int, float, str, type(None))
+UNCOMPARED: WeakSet[Any] = WeakSet()  # plans whose next eager call is compared
 
 
 def check_equal(
@@ -28,32 +39,71 @@ def check_equal(
     Raises:
         RuntimeError: they differ, or a process has an error; on all processes, but that `error` is raised itself.
     """
+    values: tuple = ()
+    if error is None:
+        tables = mask.tables()
+        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *deal, *tables, *facts(mask.mask_mod)
+    numbers = _exchanged(op, values, error, group, device)
+    if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
+        raise RuntimeError(
+            f"{op}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
+        )
+
+
+def awaits_comparison(plan: Any) -> bool:
+    """True if an eager call with this plan is the first one; False for calls that a CUDA graph or a trace records."""
+    return plan in UNCOMPARED and not (in_graph_trace() or captured(plan.own))
+
+
+def compare_call(op: str, plan: Any, describe: Callable[[], dict[str, Any]]) -> None:
+    """Compare what the processes pass in their first call with a plan. Synchronizes.
+
+    Args:
+        describe: checks this process's arguments, and returns those that must be equal, by name.
+
+    Raises:
+        RuntimeError: they differ, or `describe` raised an error in a process; on all processes, but that error is
+            raised itself. The next call is then compared again.
+    """
+    import torch.distributed as dist
+
+    error, mine = None, {}
+    try:
+        mine = describe()
+    except Exception as caught:
+        error = caught
+    numbers = _exchanged(op, mine.items(), error, plan.group, plan.own.device)
+    if len(set(numbers)) == 1:
+        UNCOMPARED.discard(plan)
+        return
+    every: list[Any] = [None] * plan.size
+    dist.all_gather_object(every, {name: str(value) for name, value in mine.items()}, group=plan.group)
+    ranks, differences = dist.get_process_group_ranks(plan.group), []
+    for name in mine:
+        by_value: dict[str, list[int]] = {}
+        for rank, other in zip(ranks, every, strict=True):
+            by_value.setdefault(other[name], []).append(rank)
+        if len(by_value) > 1:
+            differences.append(f"{name} is " + ", ".join(f"{value} on ranks {on}" for value, on in by_value.items()))
+    raise RuntimeError(f"{op}: arguments differ between ranks: {'; '.join(differences)}; pass the same on all ranks")
+
+
+def _exchanged(op: str, values: Any, error: Exception | None, group, device: torch.device | str) -> list[int]:
+    """A hash of each process's values. If one has an error, it raises that, and all others a RuntimeError."""
     import torch.distributed as dist
 
     digest = hashlib.sha256()
-    if error is None:
-        for fact in (
-            mask.lengths,
-            mask.blocksize,
-            mask.batch,
-            mask.heads,
-            *deal,
-            *mask.tables(),
-            *facts(mask.mask_mod),
-        ):
-            digest.update(_bytes(fact))
+    for value in values:
+        digest.update(_bytes(value))
     number = 0 if error else int.from_bytes(digest.digest()[:8], "little") >> 1 | 1
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
-    values = torch.cat(found).tolist()
-    if 0 in values:
+    numbers = torch.cat(found).tolist()
+    if 0 in numbers:
         text = reasons(error, group)
         raise error or RuntimeError(f"{op}: {text}")
-    if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-        raise RuntimeError(
-            f"{op}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
-        )
+    return numbers
 
 
 def facts(mask_mod: Any) -> Iterator[Any]:

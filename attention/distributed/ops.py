@@ -15,6 +15,7 @@ from ..masks.score_mod import WHAT, bound
 from ..operands import autocast
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
+from .check import awaits_comparison, compare_call, facts
 from .exchange import gathered, reduced
 from .plan import ContextParallelPlan
 
@@ -148,14 +149,17 @@ def context_parallel_attention(
     Returns:
         (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.
 
-    Differentiable once in q, k and v. All processes must call it, and its backward, in the same order, and with equal
-    keep_kv, reduce_dtype and dtypes, which are not compared.
+    Differentiable once in q, k and v. All processes must call it, and its backward, in the same order. Shapes, dtypes,
+    keep_kv, reduce_dtype, scale, softcap and whether a gradient is required must be the same on all: the first eager
+    call with a plan compares them, which synchronizes; later calls do not. Calls that torch.compile traces or a CUDA
+    graph captures are not compared, nor those with a plan that was made with check=False.
     torch.compile traces it without graph breaks, and compiles it again for another plan. Under torch.autocast q, k and
     v are cast as by attention.
 
     Raises:
         TypeError, ValueError: see block_sparse_attention; or L is not that of the plan.
-        RuntimeError: a tensor that score_mod captures requires a gradient.
+        RuntimeError: a tensor that score_mod captures requires a gradient; or, in the call that is compared, the
+            processes' arguments differ, or another process raised one of these errors.
 
     Example:
         >>> plan = plan_context_parallel(mesh=mesh, length=65536, causal=True)
@@ -164,6 +168,17 @@ def context_parallel_attention(
     """
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
+    if not is_compiling() and awaits_comparison(plan):
+        equal = {"keep_kv": keep_kv, "scale": scale, "softcap": softcap}
+        compare_call(OP, plan, lambda: _described(q, k, v, plan, score_mod, reduce_dtype) | equal)
+    q, k, v, score_mod = _prepared(q, k, v, plan, score_mod, reduce_dtype)
+    options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
+    out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
+    return (out, lse) if return_lse else out
+
+
+def _prepared(q, k, v, plan: ContextParallelPlan, score_mod: Callable | None, reduce_dtype: torch.dtype) -> tuple:
+    """Check this process's arguments. Returns (q, k, v, score_mod), cast and with positions of the whole sequence."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != 4 or t.shape[2] != plan.local_length:
             got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
@@ -178,6 +193,13 @@ def context_parallel_attention(
         if _captures_a_leaf(score_mod, q.device):
             raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
         score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
-    options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
-    out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
-    return (out, lse) if return_lse else out
+    return q, k, v, score_mod
+
+
+def _described(q, k, v, plan: ContextParallelPlan, score_mod: Callable | None, reduce_dtype: torch.dtype) -> dict:
+    """Check this process's arguments. Returns those that must be the same in all processes, by name."""
+    q, k, v, _ = _prepared(q, k, v, plan, score_mod, reduce_dtype)
+    tensors = {"q": q, "k": k, "v": v}
+    found: dict = {name: f"{tuple(t.shape)} {t.dtype} ({t.device.type})" for name, t in tensors.items()}
+    found["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    return found | {"reduce_dtype": reduce_dtype, "score_mod": next(facts(score_mod))}

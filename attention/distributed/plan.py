@@ -11,6 +11,8 @@ The buffer holds whole tiles. The mask of a process has the blocks of its query 
 and those of the buffer as columns; its mask_mod gets positions in the whole sequence (AtPositions).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ from ..masks.mask_mods import AtPositions, Band
 from ..masks.sharded import dispatch as kernels
 from . import deal as dealing
 from . import moves
-from .check import check_equal
+from .check import UNCOMPARED, check_equal
 from .moves import blocks_of
 
 OP = "plan_context_parallel"
@@ -33,6 +35,8 @@ OP = "plan_context_parallel"
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
     """The part of one process in context-parallel attention; made by plan_context_parallel.
+
+    It is immutable, so copies of a model share it. It has a process group, so it cannot be pickled.
 
     Attributes:
         length: tokens of the whole sequence, S.
@@ -109,6 +113,20 @@ class ContextParallelPlan:
         """Bytes of K and V that this process receives in a forward pass, of shards k and v."""
         return sum(t.element_size() * t.numel() // max(t.shape[2], 1) for t in (k, v)) * self.tile * self.moved_tiles()
 
+    def __copy__(self) -> ContextParallelPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> ContextParallelPlan:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                "ContextParallelPlan: a plan cannot be pickled, since it belongs to a process group; save "
+                "model.state_dict() instead of the model, and plan again after loading"
+            )
+        return vars(self)
+
     def __repr__(self) -> str:
         blocks = f"{self.moved_tiles()} of {len(self.buffer)} tiles of K and V from others"
         return (
@@ -143,6 +161,7 @@ def plan_context_parallel(
             one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
+            The first call of context_parallel_attention with this plan compares its arguments. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
     Synchronizes, to read which tiles move, with deal="auto" which deal is best, and with `check` the hashes.
@@ -176,7 +195,10 @@ def plan_context_parallel(
     if check:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
         check_equal(OP, mask, dealt, group, mesh.device_type, error)
-    return _planned(mask, size, deal, (rank,), group)[0]
+    plan = _planned(mask, size, deal, (rank,), group)[0]
+    if check and size > 1:
+        UNCOMPARED.add(plan)
+    return plan
 
 
 def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> list[ContextParallelPlan]:
@@ -188,6 +210,7 @@ def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> l
     return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None)
 
 
+@torch.inference_mode(False)  # torch.compile saves tensors of a plan for backward
 def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group) -> list[ContextParallelPlan]:
     _check_deal(mask, size, deal)
     length, tile = mask.lengths[0], max(mask.blocksize)
@@ -233,6 +256,7 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> 
         raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
 
 
+@torch.inference_mode(False)
 def _mask_on(device_type: str, mask, length, causal, window_size, cu_seqlens, device) -> BlockMask:
     """The mask of plan_context_parallel's arguments, on a device of the mesh."""
     if device is not None and (mask is not None or cu_seqlens is not None):

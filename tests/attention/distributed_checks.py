@@ -1,5 +1,9 @@
 """Checks of context-parallel attention, which run in several processes at once (tests/ranks.py)."""
 
+import copy
+import io
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,9 +128,10 @@ def score_functions(device):
 
 
 def checkpointing_and_compile(device):
-    """Activation checkpointing and torch.compile, in one graph, change nothing."""
+    """Activation checkpointing and torch.compile, in one graph, change nothing; also with a plan of inference mode."""
     *tensors, dout = qkv(device)
-    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    with torch.inference_mode():
+        plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
 
     def attended(q, k, v, **options):
         return context_parallel_attention(q, k, v, plan, deterministic=True, **options)
@@ -135,8 +140,8 @@ def checkpointing_and_compile(device):
     compiled = torch.compile(attended, backend=backend, fullgraph=True)
     scored = {"keep_kv": True, "score_mod": further_is_less}
     for call, options in (
+        (compiled, {}),  # the first call with the plan
         (lambda *t: checkpoint(attended, *t, use_reentrant=False), {}),
-        (compiled, {}),
         (lambda *t: compiled(*t, **scored), scored),
     ):
         leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
@@ -153,13 +158,16 @@ class Inner(torch.nn.Module):
 
 
 def parallel_style(device):
-    """A module whose forward is attention, with tensors and DTensors."""
+    """A module whose forward is attention, and its copy, with tensors and DTensors."""
     *tensors, dout = qkv(device)
     mesh = mesh_of(device)
     plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True)
     model = torch.nn.ModuleDict({"inner_attention": Inner()})
     parallelize_module(model, mesh, {"inner_attention": ContextParallel(plan, keep_kv=True)})
-    inner = model["inner_attention"]
+    with pytest.raises(TypeError, match="a plan cannot be pickled"):
+        torch.save(model, io.BytesIO())
+    inner = copy.deepcopy(model)["inner_attention"]
+    assert inner.forward.func.__self__.plan is plan
     wanted = attend(plan, *tensors, dout, scale=0.1, deterministic=True)
     for sharded in (False, True):
         leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
@@ -221,6 +229,36 @@ def error_of_one_process(device):
         plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True, deal=deal)
 
 
+def different_calls_are_refused(device):
+    """By all processes, in the first call with a plan; later calls exchange nothing but keys and values."""
+    *tensors, dout = qkv(device)
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    q, k, v = (plan.shard(t, 2).bfloat16() for t in tensors)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    leaf = q.clone().requires_grad_()
+    for name, (right, wrong), options in (
+        ("q is ", ((q, k, v), (q[:1], k[:1], v[:1])), {}),
+        ("k is ", ((q, k, v), (q, k[:, :1], v[:, :1])), {}),
+        ("v is ", ((q, k, v), (q, k, v[..., :32])), {}),
+        ("q is ", ((q, k, v), (q.half(), k.half(), v.half())), {}),
+        ("requires_grad is ", ((q, k, v), (leaf, k, v)), {}),
+        ("keep_kv is ", ((q, k, v), (q, k, v)), {"keep_kv": last}),
+        ("reduce_dtype is ", ((q, k, v), (q, k, v)), {"reduce_dtype": torch.bfloat16 if last else torch.float32}),
+        ("scale is ", ((q, k, v), (q, k, v)), {"scale": 0.5 if last else None}),
+    ):
+        with pytest.raises(RuntimeError, match=f"arguments differ between ranks: {name}.* on ranks .*{plan.size - 1}]"):
+            context_parallel_attention(*(wrong if last else right), plan, **options)
+    short = k[:, :, 1:] if last else k
+    with pytest.raises(ValueError if last else RuntimeError, match="k must be .* the shard of this process"):
+        context_parallel_attention(q, short, v, plan)
+
+    attend(plan, *tensors, dout)
+    with mock.patch.object(dist, "all_gather", side_effect=AssertionError("compared again")):
+        context_parallel_attention(q, k, v, plan)
+        unchecked = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True, check=False)
+        context_parallel_attention(q, k, v, unchecked)
+
+
 def errors(device):
     mesh = mesh_of(device)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh of one dimension"):
@@ -251,5 +289,6 @@ CHECKS = [
     under_autocast,
     different_masks_are_refused,
     error_of_one_process,
+    different_calls_are_refused,
     errors,
 ]
