@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,9 +38,9 @@ def checks(only: str) -> list[str]:
     return [name for name in names if only in name]
 
 
-def run(world: int, backend: str, names: list[str], seconds: float) -> dict[str, dict]:
-    """Outcome of each check with `world` ranks."""
-    ranks, found = Ranks(world, backend), {}
+def run(world: int, backend: str, names: list[str], seconds: float, found: dict[str, dict], keep: Callable) -> None:
+    """Add the outcome of each check with `world` ranks to `found`; keep() is called after each."""
+    ranks = Ranks(world, backend)
     try:
         for name in names:
             begin = time.perf_counter()
@@ -50,9 +51,9 @@ def run(world: int, backend: str, names: list[str], seconds: float) -> dict[str,
             print(f"{world} ranks, {name.rpartition('.')[2]}: {'ok' if not errors else 'FAILED'}", flush=True)
             for rank, error in errors.items():
                 print(f"rank {rank}: {error}", flush=True)
+            keep()
     finally:
         ranks.close()
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,18 +71,30 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"distributed_record: needs {wanted} CUDA GPUs, found {count}; --gloo runs on the CPU", file=sys.stderr)
         return 2
     names = checks(options.only)
-    found = {world: run(world, "gloo" if options.gloo else "nccl", names, options.seconds) for world in worlds}
-    passed = all(outcome["ok"] for outcomes in found.values() for outcome in outcomes.values())
+    found: dict[int, dict[str, dict]] = {world: {} for world in worlds}
+    about: dict = {}
     if not options.gloo and not options.only:
         from .gpu_record import machine
 
         about = machine() | {"gpus": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        data = {"machine": about, "ok": passed, "ranks": found}
-        print("written:", save(options.out, about["card"], "tests-distributed", data))
-    total = sum(map(len, found.values()))
-    failed = sum(not outcome["ok"] for outcomes in found.values() for outcome in outcomes.values())
-    print(f"distributed_record: {total - failed} passed, {failed} failed")
-    return 0 if passed else 1
+
+    def counts() -> tuple[int, int]:
+        """Checks that passed, and that failed."""
+        outcomes = [outcome["ok"] for world in found.values() for outcome in world.values()]
+        return sum(outcomes), len(outcomes) - sum(outcomes)
+
+    def keep() -> None:
+        """Write the file, after each check, so that a run that is cut off loses only one."""
+        if about:
+            passed, missing = counts()[0], len(worlds) * len(names) - sum(counts())
+            data = {"machine": about, "ok": passed == len(worlds) * len(names), "not_run": missing, "ranks": found}
+            save(options.out, about["card"], "tests-distributed", data)
+
+    for world in worlds:
+        run(world, "gloo" if options.gloo else "nccl", names, options.seconds, found[world], keep)
+    passed, failed = counts()
+    print(f"distributed_record: {passed} passed, {failed} failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
