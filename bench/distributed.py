@@ -50,7 +50,7 @@ def timed(
 ) -> dict[str, float]:
     """Median milliseconds of each call; of every round the slowest rank's. Calls take turns.
 
-    Before each call the GPUs wait, so that the host's time is hidden, and meet in a collective.
+    Before each call, or its repeats, the GPUs wait, so that the host's time is hidden; then they meet in a collective.
 
     hot_ms: a call is repeated for so long before it is timed, so that all are timed at the clock that they can keep. At
         its power limit a GPU lowers its clock within 100 ms, and calls that follow a pause, or others that are shorter,
@@ -69,7 +69,7 @@ def timed(
 
 
 def medians(calls: dict[str, Callable], repeats: dict[str, int], rounds: int, sleep: int) -> dict[str, float]:
-    """Those of `timed`, of warm calls, each after so many repeats. They are the same on all ranks."""
+    """Median milliseconds of each warm call, after so many repeats of it; the same on all ranks."""
     meet = torch.zeros(1, device="cuda")
     pairs: dict[str, list] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -192,7 +192,10 @@ def save(folder: Path, *parts: list[dict]) -> Path:
     """Write distributed.json with the rows of all parts, of which later ones replace those of the same name and number
     of ranks; after each row, so that a call that is cut loses only one."""
     where = record.environment() | {"gpus": torch.cuda.device_count()}
-    rows = {(row["ranks"], row["name"]): row for part in parts for row in part}
+    rows: dict[tuple, dict] = {}
+    for row in (row for part in parts for row in part):
+        if "error" not in row or (row["ranks"], row["name"]) not in rows:  # a failure replaces no measurement
+            rows[row["ranks"], row["name"]] = row
     data = {"suite": "distributed", "environment": where, "rows": sorted(rows.values(), key=lambda row: row["ranks"])}
     return record.save(folder, where["card"], "distributed", data)
 

@@ -98,10 +98,14 @@ def predicted(
 
 
 def measured(path: Path) -> list[dict]:
-    """Rows of context-parallel attention in a distributed.json, with `kernels` of their shards on one GPU."""
+    """Rows of context-parallel attention in a distributed.json, with `kernels` of their shards on one GPU.
+
+    Longer sequences than MOST_TILES tiles are left out: mask_of has other documents for them, in coarser tiles.
+    """
     rows = json.loads(path.read_text())["rows"]
     kernels = {problem_of(row): row["over_whole"] for row in rows if "over_whole" in row}
     found = [row for row in rows if row["name"].startswith("attention") and "gather_ms" in row]
+    found = [row for row in found if coarse(tokens_of(row)) == 1]
     return [row | {"kernels": kernels.get(problem_of(row), [1.0, 1.0])} for row in found]
 
 
@@ -109,11 +113,13 @@ def problem_of(row: dict) -> str:
     return row["name"].rpartition(", ")[0]
 
 
+def tokens_of(row: dict) -> int:
+    return int(row["name"].rsplit(", ", 2)[1].removesuffix("k tokens")) * 1024
+
+
 def parameters(row: dict) -> tuple[str, int, list[float], list[float], float, float]:
     """(name, length, block_ms, kernels, gather_gbs, reduce_gbs) of a measured row."""
-    _, name, length = row["name"].removesuffix(", sharded").rsplit(" tokens")[0].partition("attention, ")
-    name, _, length = length.rpartition(", ")
-    tokens = int(length.removesuffix("k")) * 1024
+    name, tokens = row["name"].removeprefix("attention, ").rsplit(", ", 2)[0], tokens_of(row)
     mask = mask_of(name, tokens)
     count = share_of(name) * int((mask.kv_num_blocks + mask.full_kv_num_blocks).sum())
     moved = row["moved_mb"]
@@ -132,9 +138,8 @@ def simulate(path: Path, ranks: list[int]) -> list[dict]:
     if not rows:
         console.print("no rows of context-parallel attention; python -m bench distributed measures them")
         return []
-    largest = max(row["ranks"] for row in rows)
     for row in rows:
-        if row["ranks"] == largest:
+        if row["ranks"] == max(other["ranks"] for other in rows if other["name"] == row["name"]):
             name, length, *rates = parameters(row)
             found += [predicted(name, max(length, TOKENS * size), size, *rates) for size in ranks]
     for entry in found:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from cute_kernels.runtime.torch_compat import without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
 from ..masks.mask_mods import position_in
@@ -170,7 +171,8 @@ def context_parallel_attention(
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
     if not is_compiling() and awaits_comparison(plan):
         equal = {"keep_kv": keep_kv, "scale": scale, "softcap": softcap}
-        compare_call(OP, plan, lambda: _described(q, k, v, plan, score_mod, reduce_dtype) | equal)
+        with without_modes():  # a recomputation of this call, which is not compared, runs the same operations
+            compare_call(OP, plan, lambda: _described(q, k, v, plan, score_mod, reduce_dtype) | equal)
     q, k, v, score_mod = _prepared(q, k, v, plan, score_mod, reduce_dtype)
     options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
     out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
@@ -200,6 +202,6 @@ def _described(q, k, v, plan: ContextParallelPlan, score_mod: Callable | None, r
     """Check this process's arguments. Returns those that must be the same in all processes, by name."""
     q, k, v, _ = _prepared(q, k, v, plan, score_mod, reduce_dtype)
     tensors = {"q": q, "k": k, "v": v}
-    found: dict = {name: f"{tuple(t.shape)} {t.dtype} ({t.device.type})" for name, t in tensors.items()}
-    found["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    return found | {"reduce_dtype": reduce_dtype, "score_mod": next(facts(score_mod))}
+    stated: dict = {name: f"{tuple(t.shape)} {t.dtype} ({t.device.type})" for name, t in tensors.items()}
+    stated["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    return stated | {"reduce_dtype": reduce_dtype, "score_mod": next(facts(score_mod))}

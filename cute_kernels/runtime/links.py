@@ -1,8 +1,8 @@
 """Copies to the memory of other ranks, and signals, beside the GEMMs of a stream.
 
-    push          copy | signal     on a stream of its own, behind what the current stream had been given at `begin`
-    signal        after kernels that wrote to a rank's memory, on the current stream
-    wait          until a signal of a rank has come, on the current stream
+    push      copy | signal     on a stream of its own, after all work that the current stream had at `begin`
+    signal    after kernels that wrote to a rank's memory, on the current stream
+    wait      until a signal of a rank has come, on the current stream
 
 Copies of whole tensors run on copy engines. Signals are torch's (symmetric memory), kernels of one warp: one that waits
 stands where the stream would wait anyway, so it takes no multiprocessor from a GEMM.
@@ -38,58 +38,62 @@ def link_of(group: Any, device: torch.device) -> tuple[Peers, Link] | None:
     if peers is None:
         return None
     if peers not in _LINKS:
-        _LINKS[peers] = Link(group, device, peers.rank, peers.ranks)
+        _LINKS[peers] = Link(group, device, peers)
     return peers, _LINKS[peers]
 
 
 class Link:
     """Copies and signals of a rank to the others of its group; see link_of.
 
-    In a use of it, from `begin` to `end`, a rank pushes to each other rank once, or signals each once, or both, all
-    ranks alike, and waits for the same of each. Not for CUDA graphs, whose replays do not alternate buffers.
+    From `begin` to `end` all ranks do the same: each pushes to every other rank once, or signals every other rank once,
+    or both; and it waits for each push and signal to it. Not for CUDA graphs, whose replays do not alternate buffers.
     """
 
-    def __init__(self, group: Any, device: torch.device, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self._device = rank, ranks, device
+    def __init__(self, group: Any, device: torch.device, peers: Peers) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.ranks, self._timeout, self._device = peers.rank, peers.ranks, peers.timeout, device
         self._kept, self._handle = symmetric_buffer(16, device, group)  # for its signals alone
+        torch.cuda.synchronize(device)
+        dist.barrier(group=group)  # no rank signals before all have their memory for signals, which is 0
+        torch.cuda.synchronize(device)
         self._stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         self._current: Any = None
 
     def begin(self) -> None:
-        """Begin a use, behind the current stream.
-
-        Raises:
-            RuntimeError: an earlier use did not end, because of an error; ranks may have sent different signals.
-        """
-        if self._current is not None:
-            raise RuntimeError("an earlier call of a layer with overlap=True ended by an error; restart the processes")
+        """Begin, after all work of the current stream."""
         self._current = torch.cuda.current_stream(self._device)
         self._event.record(self._current)
         self._stream.wait_event(self._event)
+
+    def check_ended(self) -> None:
+        """Raise RuntimeError if an error kept the last use from its end: ranks may have sent different signals."""
+        if self._current is not None:
+            raise RuntimeError("an earlier call of a layer with overlap=True ended by an error; restart the processes")
 
     def push(self, rank: int, to: Tensor, x: Tensor) -> None:
         """Copy x to memory of a rank, and signal it. x must not be written before the stream of `begin` has reached
         `end`."""
         with torch.cuda.stream(self._stream):
             copy(to, x)
-            self._handle.put_signal(rank, PUSHED)
+            self._handle.put_signal(rank, PUSHED, self._timeout)
 
     def signal(self, rank: int) -> None:
-        """Tell a rank that what the current stream has been given so far is done."""
-        self._handle.put_signal(rank, STORED)
+        """Signal a rank after all work of the current stream."""
+        self._handle.put_signal(rank, STORED, self._timeout)
 
     def wait(self, rank: int, channel: int) -> None:
         """Let the current stream wait for a rank's push (PUSHED) or signal (STORED) to this one."""
-        self._handle.wait_signal(rank, channel)
+        self._handle.wait_signal(rank, channel, self._timeout)
 
     def join(self) -> None:
-        """Let the stream of `begin` wait for the pushes of a use, if one has begun, so that x can be freed."""
+        """Let the stream of `begin` wait for the pushes, so that x can be freed; nothing before `begin`."""
         if self._current is not None:
             self._event.record(self._stream)
             self._current.wait_event(self._event)
 
     def end(self) -> None:
-        """End a use, and join."""
+        """Join, and end."""
         self.join()
         self._current = None
 

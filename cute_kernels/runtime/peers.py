@@ -1,14 +1,14 @@
-"""Memory that the processes of a group read from each other: CUDA's symmetric memory, on one host.
+"""Memory that the processes of a group share: CUDA's symmetric memory, on one host.
 
-A group has two buffers in each process, which alternate. In a round every process fills its own buffer, a barrier on
-the stream follows, and then each reads what it needs of the others':
+A group has two buffers in each process, which alternate. A round uses one of them, in one of two ways:
 
     round         n                       n + 1                   n + 2
     buffer        0                       1                       0
-    stream        fill | barrier | read   fill | barrier | read   fill ...
+    stream        fill | barrier | read   fill | barrier | read   fill ...        each fills its own, reads the others'
+    or            write | signal | wait   write | signal | wait   write ...       each writes to the others' (links.py)
 
-Buffer 0 is filled again in round n + 2, behind the barrier of round n + 1, which no process reaches before it has read
-what it wanted in round n. So a round has one barrier.
+Buffer 0 is written to again in round n + 2, after the barrier or the signals of round n + 1, which no process sends
+before it has read what it wanted in round n. So a round has one barrier, or one exchange of signals.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_compat import symmetric_buffer
+from .torch_compat import symmetric_buffer, timeout_ms
 
 __all__ = ["PeerBuffer", "Peers", "peers_of"]
 
 GRAIN = 2**21  # bytes; buffers are multiples of it
-SIZES = 64  # of a buffer, whose views are cached
+SIZES = 64  # that are cached of a buffer, with their views
 GROWTH = 1.25  # a buffer that is too small is replaced by one of this many times the bytes asked for
 
 _FOUND: weakref.WeakKeyDictionary[Any, Peers | None] = weakref.WeakKeyDictionary()
@@ -67,15 +67,16 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
 class PeerBuffer:
     """One of the two buffers of each rank, as large as a round needs.
 
-    own: uint8 (size,), this process's buffer, to be filled before `ready`.
+    own: uint8 (size,), this process's buffer: filled before `ready`, or written to by the others.
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
     """
 
-    def __init__(self, own: Tensor, pointers: Tensor, handle: Any, offset: int) -> None:
-        self.own, self.pointers, self._handle, self._offset = own, pointers, handle, offset
+    def __init__(self, own: Tensor, pointers: Tensor, handle: Any, offset: int, timeout: int) -> None:
+        self.own, self.pointers = own, pointers
+        self._handle, self._offset, self._timeout = handle, offset, timeout
         self._views: dict[Any, Any] = {}
 
-    def of(self, rank: int) -> Tensor:
+    def of_rank(self, rank: int) -> Tensor:
         """A rank's buffer as a tensor of this process's GPU, which kernels write to."""
         return self._handle.get_buffer(rank, self.own.shape, self.own.dtype, self._offset)
 
@@ -88,7 +89,7 @@ class PeerBuffer:
 
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
-        self._handle.barrier(channel=0)
+        self._handle.barrier(0, self._timeout)
 
 
 class Peers:
@@ -103,6 +104,7 @@ class Peers:
         import torch.distributed as dist
 
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout = timeout_ms(group, device) if device.type == "cuda" else 0  # of barriers and signals
         self._group, self._device, self._round = weakref.ref(group), device, 0
         self._buffers: list[tuple[Tensor, Tensor, Any, int] | None] = [None, None]
         self._stream: Any = None  # of the last round
@@ -131,8 +133,8 @@ class Peers:
         if size not in sized:
             if len(sized) == SIZES:
                 sized.clear()
-            buffer, *others = kept
-            sized[size] = PeerBuffer(buffer[:size], *others)
+            buffer, pointers, handle, offset = kept
+            sized[size] = PeerBuffer(buffer[:size], pointers, handle, offset, self.timeout)
         return sized[size]
 
     def undo_acquire(self) -> None:

@@ -27,8 +27,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
     Args:
         model: called on all ranks; one tensor at a time is all-gathered.
-        rank0_only: True returns an empty dict on ranks other than 0. Where rank 0 does not share the layers with this
-            rank, as in another pipeline stage, the first rank that does returns the state.
+        rank0_only: True returns an empty dict on ranks other than the first one that shares the layers with this rank:
+            rank 0, or the first rank of another pipeline stage or data-parallel replica.
         cpu_offload: True copies tensors to the CPU.
 
     Returns:
@@ -71,7 +71,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         state: of full_state_dict, or of a model that is not parallelized; on ranks other than 0 it is not read.
 
     Raises:
-        ValueError: the model is on ranks of a mesh that rank 0 is not in.
+        ValueError: the model is on ranks of a mesh that rank 0 is not in; on these alone, so rank 0 must not call.
         RuntimeError: names or shapes differ from the state's or between ranks, or a pattern; on all ranks.
 
     Example::

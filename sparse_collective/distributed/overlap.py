@@ -109,11 +109,12 @@ class Exchange:
 
     def push(self, peers: Peers, link: Link) -> None:
         """Copy and store to peers' memory, during the GEMMs."""
+        link.check_ended()
         rank, ranks, size = link.rank, link.ranks, self.like.element_size()
         x = None if self.x is None else self.x.contiguous()
         all_x = 0 if x is None else -(-(ranks - 1) * x.numel() * size // 256) * 256  # bytes
         buffer = peers.acquire(all_x + (ranks - 1) * self.tokens * self.columns * size)
-        mine, theirs = self._rooms(buffer, rank, ranks, all_x)
+        mine, theirs = self._inboxes(buffer, rank, ranks, all_x)
         own = self._rows(rank)
 
         link.begin()
@@ -146,7 +147,7 @@ class Exchange:
         """The rows of a rank's tokens among those of all ranks."""
         return slice(rank * self.tokens, (rank + 1) * self.tokens)
 
-    def _rooms(self, buffer: PeerBuffer, rank: int, ranks: int, all_x: int) -> tuple[Room, list[Room]]:
+    def _inboxes(self, buffer: PeerBuffer, rank: int, ranks: int, all_x: int) -> tuple[Inbox, list[Inbox]]:
         """Memory where this rank receives from the others, and where they receive from it, in the order of its work.
 
         Each rank has x of the others in the order in which it works on them, (ranks - 1, t, K), and y by rank,
@@ -154,31 +155,31 @@ class Exchange:
         """
         width, dtype, others = 0 if self.x is None else self.x.shape[1], self.like.dtype, ranks - 1
 
-        def room(buffer: Tensor) -> Room:
+        def inbox(buffer: Tensor) -> Inbox:
             x = buffer[: others * self.tokens * width * dtype.itemsize].view(dtype)
             y = buffer[all_x:].view(dtype)
-            return Room(x.view(others, self.tokens, width), y.view(others, self.tokens, self.columns))
+            return Inbox(x.view(others, self.tokens, width), y.view(others, self.tokens, self.columns))
 
-        def rooms() -> tuple[Room, list[Room]]:
+        def inboxes() -> tuple[Inbox, list[Inbox]]:
             theirs = []
             for place in range(others):
                 other = (rank + 1 + place) % ranks
-                x, y = room(buffer.of(other))
-                theirs.append(Room(x[others - 1 - place], y[rank - (rank > other)]))
-            return room(buffer.own), theirs
+                x, y = inbox(buffer.of_rank(other))
+                theirs.append(Inbox(x[others - 1 - place], y[rank - (rank > other)]))
+            return inbox(buffer.own), theirs
 
-        return buffer.views((self.tokens, width, self.columns, dtype), rooms)
+        return buffer.views((self.tokens, width, self.columns, dtype), inboxes)
 
 
-class Room(NamedTuple):
-    """Memory for x and summands y of other ranks."""
+class Inbox(NamedTuple):
+    """Memory of a rank for x and summands y of the others."""
 
     x: Tensor
     y: Tensor
 
 
 def captured(x: Tensor) -> bool:
-    """True if a CUDA graph records this call; a replay would wait for the counts of the recorded one."""
+    """True if a CUDA graph records this call; its replays would not alternate buffers."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

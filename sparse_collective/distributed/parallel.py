@@ -115,7 +115,7 @@ class TensorParallel(PlacedState):
             return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
-        return True
+        return x.shape[-1] == self.matrix_shape[-1]  # else the product raises, and no transfer has begun
 
     def compare_tokens(self, x: Any) -> None:
         """Compare the tokens' shapes on all ranks; collectives take them to be equal. Synchronizes if the shape is new.

@@ -6,7 +6,6 @@ A state dict holds one process's `values`, `bias` and indices, whatever the numb
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -54,7 +53,8 @@ class PlacedState(BsrModule):
         return kept.with_values(values)
 
     def _adopt(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a layer that is unpickled where its mesh has no process groups
+        self._weight, self._checked = None, False
+        if torch.distributed.is_initialized():  # else a layer is unpickled, and its mesh has no process groups
             super()._adopt()
 
     def split_dim(self, name: str) -> int:

@@ -185,7 +185,7 @@ class BsrModule(Parametrizable):
         return matrix
 
     def _traced(self, values: Tensor) -> BsrMatrix:
-        """`weight` in a graph of torch.compile, whose op finds by the index tensors what is known of their pattern."""
+        """`weight` in a graph of torch.compile; its op looks up the pattern's cached tables by the index tensors."""
         indices = self.crow_indices, self.col_indices
         pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
         return BsrMatrix._of(pattern, indices, values, None, self.matrix_shape, not self._checked)

@@ -32,7 +32,7 @@ class Mapped:
     def __init__(self, group):
         self.group = group
 
-    def barrier(self, channel):
+    def barrier(self, channel, timeout):
         dist.barrier(group=self.group)
 
 

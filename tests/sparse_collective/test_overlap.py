@@ -1,6 +1,6 @@
 """The schedule of sequence-parallel layers with simulated ranks: threads of one process, with the real Peers and Link.
 
-Their streams, events and driver calls are replaced. Copies and signals of a rank run in a thread of their own, after
+Their streams, events and signals are replaced. Copies and signals of a rank run in a thread of their own, after
 random delays, so that a wait that is missing shows as a wrong result.
 """
 
@@ -28,11 +28,8 @@ SECONDS = 20
 class Stream:
     """A thread that runs what it is given, in order; with `inline`, the thread of the caller."""
 
-    streams: dict[int, "Stream"] = {}
-
     def __init__(self, device=None, inline=False):
-        self.cuda_stream, self.jobs, self.inline = len(self.streams) + 1, queue.Queue(), inline
-        self.streams[self.cuda_stream] = self
+        self.jobs, self.inline = queue.Queue(), inline
         if not inline:
             threading.Thread(target=self.work, daemon=True).start()
 
@@ -52,7 +49,7 @@ class Stream:
 
 class Event:
     def record(self, stream):
-        self.stream, self.done = stream, threading.Event()
+        self.done = threading.Event()
         stream.give(self.done.set)
 
 
@@ -113,8 +110,8 @@ class Cluster:
         handle = SimpleNamespace(
             buffer_ptrs=[b.data_ptr() for b in kept],
             get_buffer=lambda rank, shape, dtype, offset: kept[rank][offset : offset + shape.numel()],
-            put_signal=lambda to, channel: self.give(lambda: put(others[to][rank, channel])),
-            wait_signal=lambda source, channel: self.give(lambda: take(pads[source, channel])),
+            put_signal=lambda to, channel, timeout: self.give(lambda: put(others[to][rank, channel])),
+            wait_signal=lambda source, channel, timeout: self.give(lambda: take(pads[source, channel])),
         )
         self.barrier.wait()
         return buffer, handle
@@ -158,7 +155,7 @@ def test_simulated_ranks(monkeypatch, ranks):
 
     def rank_of(rank):
         memory = peers.Peers(group, device)
-        link = links.Link(group, device, memory.rank, memory.ranks)
+        link = links.Link(group, device, memory)
         cluster.barrier.wait()
         A, B = first_weight.T, second_weights[rank]
         for number, (n, x) in enumerate(zip(tokens, xs, strict=True)):
@@ -176,8 +173,12 @@ def test_simulated_ranks(monkeypatch, ranks):
 
             def until_end(**layers):
                 calls = []
+                if "x" in layers:
+                    layers["x"] = layers["x"].clone()
                 Exchange(x, n, **layers, meanwhile=lambda: calls.append(1)).push(memory, link)
                 assert calls == [1]
+                if "x" in layers:
+                    layers["x"].fill_(torch.nan)  # as its memory may be used again
 
             until_end(columns=16, x=x[rank], first=first, gathered=gathered, second=second, last=last)
             expected = sum(whole @ A @ part for part in second_weights).view(ranks, n, 16)[rank]
@@ -189,6 +190,26 @@ def test_simulated_ranks(monkeypatch, ranks):
             y.fill_(torch.nan)
             until_end(columns=16, second=second, last=last)
             assert torch.allclose(y, expected, atol=1e-4)
+
+    cluster.run(rank_of)
+
+
+def test_calls_after_an_error(monkeypatch):
+    """They raise before anything waits, also where they need larger buffers."""
+    monkeypatch.setattr(peers, "GRAIN", 256)
+    cluster, group, device = Cluster(monkeypatch, 2), Group(), torch.device("cpu")
+
+    def rank_of(rank):
+        memory = peers.Peers(group, device)
+        link = links.Link(group, device, memory)
+
+        def fails(part, rows):
+            raise ValueError("wrong")
+
+        for n, error, text in ((16, ValueError, "wrong"), (4096, RuntimeError, "ended by an error; restart")):
+            x = torch.ones(n, 8)
+            with pytest.raises(error, match=text):
+                Exchange(x, n, x=x, first=fails).push(memory, link)
 
     cluster.run(rank_of)
 

@@ -27,6 +27,7 @@ from .distributed import (
     resize_fully_sharded,
     root_mesh,
     symmetric_buffer,
+    timeout_ms,
 )
 from .dynamo import (
     constant_variable,
@@ -89,6 +90,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "symmetric_buffer",
+    "timeout_ms",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -67,6 +67,11 @@ def reduce_scatter_single(out: Tensor, x: Tensor, group: Any, async_op: bool = F
     return found(out, x, group=group, async_op=async_op)
 
 
+def timeout_ms(group: Any, device: torch.device) -> int:
+    """Timeout of a process group, which torch's signals and barriers of symmetric memory take."""
+    return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+
+
 def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
     """uint8 (size,) that the other ranks of a group can read, and the handle of all ranks' buffers; collective."""
     from torch.distributed import _symmetric_memory as symmetric
