@@ -34,8 +34,8 @@ __all__ = [
 
 
 WHOLE = (
-    "call {} before, or in one process: sparse_collective.distributed.full_state_dict(model) returns the state to load "
-    "into a whole model"
+    "call {0} before parallelize_module or fully_shard, or load sparse_collective.distributed.full_state_dict(model) "
+    "into an unsharded model and call {0} there"
 )
 
 
