@@ -29,7 +29,7 @@ class Stream:
     """A thread that runs what it is given, in order; with `inline`, the thread of the caller."""
 
     def __init__(self, device=None, inline=False):
-        self.jobs, self.inline = queue.Queue(), inline
+        self.jobs, self.inline, self.given, self.behind = queue.Queue(), inline, 0, {}
         if not inline:
             threading.Thread(target=self.work, daemon=True).start()
 
@@ -40,16 +40,17 @@ class Stream:
             job()
 
     def give(self, job):
+        self.given += 1
         job() if self.inline else self.jobs.put(job)
 
     def wait_event(self, event):
-        done = event.done
+        self.behind[event.stream], done = event.given, event.done
         self.give(lambda: wait_until(done.is_set))
 
 
 class Event:
     def record(self, stream):
-        self.done = threading.Event()
+        self.stream, self.given, self.done = stream, stream.given, threading.Event()
         stream.give(self.done.set)
 
 
@@ -88,7 +89,7 @@ class Cluster:
         monkeypatch.setattr(dist, "get_rank", lambda group: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: self.barrier.wait())
-        monkeypatch.setattr(links, "copy", lambda to, x: self.give(lambda: to.copy_(x)))
+        monkeypatch.setattr(links, "copy", self.copy)
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -96,6 +97,11 @@ class Cluster:
         before, self.here.stream = self.here.stream, stream
         yield
         self.here.stream = before
+
+    def copy(self, to, x):
+        """links.copy, behind all that the thread's own stream had when the exchange began."""
+        assert self.here.stream.behind[self.here.own] >= self.here.given, "a copy of x before x is there"
+        self.give(lambda: to.copy_(x))
 
     def give(self, job):
         """Launch a kernel on the current stream."""
@@ -120,7 +126,8 @@ class Cluster:
         errors = []
 
         def body(rank):
-            self.here.rank, self.here.stream = rank, Stream(inline=True)
+            self.here.rank, self.here.given = rank, 0
+            self.here.stream = self.here.own = Stream(inline=True)
             try:
                 function(rank)
             except BaseException as error:
@@ -175,6 +182,7 @@ def test_simulated_ranks(monkeypatch, ranks):
                 calls = []
                 if "x" in layers:
                     layers["x"] = layers["x"].clone()
+                    cluster.here.given = cluster.here.own.given
                 Exchange(x, n, **layers, meanwhile=lambda: calls.append(1)).push(memory, link)
                 assert calls == [1]
                 if "x" in layers:
