@@ -1,4 +1,4 @@
-"""Copies to the memory of other ranks, and signals, beside the GEMMs of a stream.
+"""Copies to the memory of other ranks, and signals, while GEMMs run.
 
     push      copy | signal     on a stream of its own, after all work that the current stream had at `begin`
     signal    after kernels that wrote to a rank's memory, on the current stream
