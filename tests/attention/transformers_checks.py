@@ -1,6 +1,8 @@
 """Checks of transformers' models whose sequence several processes share, in several processes at once
 (tests/ranks.py)."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,6 +183,16 @@ def refused(device):
         with pytest.raises(ValueError, match="set_block_mask"):
             model(input_ids=ids)
         set_block_mask(model, None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(input_ids=ids)
+            model(input_ids=ids)  # not compared any more
+        times = sum("plan.positions[None]" in str(warning.message) for warning in caught)
+        counted = torch.equal(plan.positions.cpu(), torch.arange(plan.local_length))
+        assert times == (0 if counted or dist.get_world_size() == 1 else 1)
+    with context_parallel(other), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="context_parallel: the model numbers")
+        model(input_ids=other.shard(torch.cat([batch(device)[0]] * 2, 1), 1), position_ids=other.positions[None])
     model(**whole)
 
 

@@ -100,6 +100,8 @@ def attend(
             and every keyword that is not known to be harmless; and for errors of the ops.
     """
     _refuse(module, dropout, kwargs)
+    if isinstance(attention_mask, PlannedMask):
+        attention_mask.check_positions(kwargs.get("position_ids"))
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:  # Inkling's keys, after a convolution
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]

@@ -8,14 +8,17 @@ block.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention.distributed import ContextParallelPlan, context_parallel_attention
+from attention.distributed.check import awaits_comparison
 
 from .kinds import Kind
 
@@ -40,6 +43,21 @@ class PlannedMask(FlexBlockMask):
         return f"PlannedMask({self.plan!r})"
 
     __str__ = __repr__
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Warn in the first eager call with a plan if tokens are numbered from 0, as a model does by itself, where the
+        plan has other positions. Synchronizes then."""
+        if is_compiling() or position_ids is None or not awaits_comparison(self.plan):
+            return
+        mine, count = self.plan.positions, torch.arange(self.plan.local_length, device=self.plan.own.device)
+        if torch.equal(position_ids.to(count.device).reshape(-1, len(count))[0], count) and not torch.equal(
+            mine, count
+        ):
+            warnings.warn(
+                f"{OP}: the model numbers this rank's tokens from 0, and their positions in the sequence are others; pass "
+                "position_ids=plan.positions[None], unless positions start again at the rank's first token",
+                stacklevel=2,
+            )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, **options: Any) -> Tensor:
         """(B, H, L, Dv) of a layer's shards."""
