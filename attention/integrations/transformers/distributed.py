@@ -49,13 +49,12 @@ class PlannedMask(FlexBlockMask):
         plan has other positions. Synchronizes then."""
         if is_compiling() or position_ids is None or not awaits_comparison(self.plan):
             return
-        mine, count = self.plan.positions, torch.arange(self.plan.local_length, device=self.plan.own.device)
-        if torch.equal(position_ids.to(count.device).reshape(-1, len(count))[0], count) and not torch.equal(
-            mine, count
-        ):
+        count = torch.arange(self.plan.local_length, device=position_ids.device)
+        counted = torch.equal(position_ids.flatten()[: len(count)], count)
+        if counted and not torch.equal(self.plan.positions.to(count.device), count):
             warnings.warn(
-                f"{OP}: the model numbers this rank's tokens from 0, and their positions in the sequence are others; pass "
-                "position_ids=plan.positions[None], unless positions start again at the rank's first token",
+                f"{OP}: the model numbers this rank's tokens from 0, and they have other positions in the sequence; "
+                "pass position_ids=plan.positions[None], unless positions start again at the rank's first token",
                 stacklevel=2,
             )
 
