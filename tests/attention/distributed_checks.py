@@ -1,6 +1,7 @@
 """Checks of context-parallel attention, which run in several processes at once (tests/ranks.py)."""
 
 import copy
+import functools
 import io
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attention import block_sparse_attention, patterns
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
@@ -152,6 +153,29 @@ def checkpointing_and_compile(device):
             assert torch.equal(a, b)
 
 
+def selective_checkpointing(device):
+    """A policy that saves operations that the comparison of the first call runs, too: nothing is saved of these."""
+    *tensors, dout = qkv(device)
+    made = functools.partial(plan_context_parallel, mesh=mesh_of(device), length=LENGTH, causal=True)
+
+    def block(q, k, v, plan):
+        turned = torch.cat((-q[..., 32:], q[..., :32]), -1)
+        out = context_parallel_attention(turned, k, v, plan, deterministic=True)
+        return torch.cat((out[..., 32:], out[..., :32]), -1).square()
+
+    def saves_cat(ctx, op, *_, **__):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.cat.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_cat)
+    results = []
+    for call in (block, functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts)):
+        plan = made()
+        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+        out = call(*leaves, plan)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 class Inner(torch.nn.Module):
     def forward(self, q, k, v, *, scale=None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=True)
@@ -285,6 +309,7 @@ CHECKS = [
     one_process_and_many,
     score_functions,
     checkpointing_and_compile,
+    selective_checkpointing,
     parallel_style,
     under_autocast,
     different_masks_are_refused,
