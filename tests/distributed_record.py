@@ -71,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"distributed_record: needs {wanted} CUDA GPUs, found {count}; --gloo runs on the CPU", file=sys.stderr)
         return 2
     names = checks(options.only)
+    if not names:
+        parser.error(f"argument --only: no check has {options.only!r} in its name")
     found: dict[int, dict[str, dict]] = {world: {} for world in worlds}
     about: dict = {}
     if not options.gloo and not options.only:
@@ -83,15 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
         outcomes = [outcome["ok"] for world in found.values() for outcome in world.values()]
         return sum(outcomes), len(outcomes) - sum(outcomes)
 
-    def keep() -> None:
+    def keep() -> Path | None:
         """Write the file, after each check, so that a run that is cut off loses only one."""
-        if about:
-            passed, missing = counts()[0], len(worlds) * len(names) - sum(counts())
-            data = {"machine": about, "ok": passed == len(worlds) * len(names), "not_run": missing, "ranks": found}
-            save(options.out, about["card"], "tests-distributed", data)
+        if not about:
+            return None
+        passed, missing = counts()[0], len(worlds) * len(names) - sum(counts())
+        data = {"machine": about, "ok": passed == len(worlds) * len(names), "not_run": missing, "ranks": found}
+        return save(options.out, about["card"], "tests-distributed", data)
 
     for world in worlds:
         run(world, "gloo" if options.gloo else "nccl", names, options.seconds, found[world], keep)
+    if path := keep():
+        print("written:", path)
     passed, failed = counts()
     print(f"distributed_record: {passed} passed, {failed} failed")
     return 1 if failed else 0

@@ -99,4 +99,5 @@ class Link:
 
 
 def copy(to: Tensor, x: Tensor) -> None:
+    """Copy x on the current stream, by a copy engine; simulated ranks replace it."""
     to.copy_(x)

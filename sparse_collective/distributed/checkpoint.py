@@ -87,8 +87,10 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             f"{sorted(ranks)}; call model.load_state_dict(state) with the full state on each of them"
         )
     shapes = {key: tuple(entry.shape) if isinstance(entry, Tensor) else () for key, entry in own.items()}
-    error = RuntimeError("its model has other names or shapes than rank 0's")
-    if text := reasons(error if from_rank_0(shapes) != shapes else None, None):
+    error = None
+    if from_rank_0(shapes) != shapes:
+        error = RuntimeError("its model has other names or shapes than rank 0's")
+    if text := reasons(error, None):
         raise RuntimeError(
             f"load_full_state_dict: {text}; for models of some ranks, as pipeline stages, call "
             "model.load_state_dict(state) with the full state on each rank"

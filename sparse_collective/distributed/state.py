@@ -53,9 +53,10 @@ class PlacedState(BsrModule):
         return kept.with_values(values)
 
     def _adopt(self) -> None:
-        self._weight, self._checked = None, False
-        if torch.distributed.is_initialized():  # else a layer is unpickled, and its mesh has no process groups
+        if torch.distributed.is_initialized():
             super()._adopt()
+        else:  # a layer is unpickled, and its mesh has no process groups
+            self._weight, self._checked = None, False
 
     def split_dim(self, name: str) -> int:
         """The dimension of `values` or `bias` that is split."""
