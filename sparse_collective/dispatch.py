@@ -7,6 +7,7 @@ bsr_grouped_linear is told for each run of tokens which item they multiply.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -57,13 +58,14 @@ def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
     return out.new_empty(padding.rows, W.shape[-2])
 
 
-def call(values: tuple, with_z: bool = False, chained: bool = False, fused: bool = False):
+def call(values: tuple, with_z: bool = False, chained: bool = False, fused: bool = False, in_turn: bool = False) -> Any:
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients.
 
     values: all fields of BsrArgs, with a Program as epilogue.
     chained: True if the kernel launched right before is a primary kernel that writes b and its scales
         (cute_kernels/tile/dependent_launch.py).
     fused: None in the place of a gate that torch would compute.
+    in_turn: True if tiles of all items of b come in turn, so that all items of the result are written all the time.
     """
     W = values[1]
     if type(W) is not BsrMatrix:
@@ -72,12 +74,12 @@ def call(values: tuple, with_z: bool = False, chained: bool = False, fused: bool
     if W.check and not W.pattern.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
     key, tensors, terms, op, W, b, out, expert_ids, amax = split(values)
-    if with_z or chained:
-        key = key and (key, with_z, chained)
+    if with_z or chained or in_turn:
+        key = key and (key, with_z, chained, in_turn)
     plan = _PLANS.known(key, tensors, out)
     if plan is None:
         args = BsrArgs(*values)
-        plan = _PLANS.checked(op, key, tensors, out, partial(plan_bsr, args, with_z, chained), args.residual)
+        plan = _PLANS.checked(op, key, tensors, out, partial(plan_bsr, args, with_z, chained, in_turn), args.residual)
     if amax is not None:
         amax.zero_()
     if plan.function is None:
@@ -108,17 +110,18 @@ def _launch(plan: Plan, W, values, tensors, expert_ids) -> None:
     """Run the plan's kernel on W's values and the further tensors as it views them."""
     family, function, group, order, pattern = plan.family, plan.function, plan.group, None, W.pattern
     ctas = plan.max_ctas if pattern.even else plan.uneven_ctas
-    if plan.tiles and takes_order(W):
+    if plan.tiles and takes_order(W, plan.tiles.in_turn):
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = tile_order.order_of(pattern, tiles), 1
     tables = family.pattern(plan.facts, W, order, expert_ids)
     function(pattern.crow_indices, *tables, values, *tensors, 1.0, 1.0, group, ctas)
 
 
-def takes_order(W) -> bool:
+def takes_order(W, in_turn: bool = False) -> bool:
     """True if a table orders the work tiles, if the plan has `tiles`: for a single pattern, with any number of columns
-    or batch items."""
-    return tile_order.ENABLED and not W.pattern.even and W.pattern.tables is not None and W.batch != "patterns"
+    or batch items. Block rows of equal length need one for items in turn alone."""
+    uneven = in_turn or not W.pattern.even
+    return tile_order.ENABLED and uneven and W.pattern.tables is not None and W.batch != "patterns"
 
 
 def under_autocast(op: str, W, b, residual, out_dtype) -> tuple:

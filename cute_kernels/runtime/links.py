@@ -78,6 +78,13 @@ class Link:
             copy(to, x)
             self._handle.put_signal(rank, PUSHED, self._timeout)
 
+    def keep(self, to: Tensor, x: Tensor) -> None:
+        """Copy x, as the current stream has it now, behind the pushes; until `join`."""
+        self._event.record(self._current)
+        self._stream.wait_event(self._event)
+        with torch.cuda.stream(self._stream):
+            copy(to, x)
+
     def signal(self, rank: int) -> None:
         """Signal a rank after all work of the current stream."""
         self._handle.put_signal(rank, STORED, self._timeout)
@@ -87,7 +94,7 @@ class Link:
         self._handle.wait_signal(rank, channel, self._timeout)
 
     def join(self) -> None:
-        """Let the stream of `begin` wait for the pushes, so that x can be freed; nothing before `begin`."""
+        """Let the stream of `begin` wait for pushes and copies, so that x can be freed; nothing before `begin`."""
         if self._current is not None:
             self._event.record(self._stream)
             self._current.wait_event(self._event)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .side_by_side import SideBySide
 from .torch_compat import symmetric_buffer, timeout_ms
 
 __all__ = ["PeerBuffer", "Peers", "peers_of"]
@@ -64,6 +66,28 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
     return all(answers)
 
 
+class Memory:
+    """One of the two buffers of each rank.
+
+    own: uint8 (bytes,), this process's.
+    pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
+    handle: torch's, of the allocation that has the buffer.
+    """
+
+    def __init__(self, size: int, rank: int, device: torch.device, group: Any) -> None:
+        self.own, self.handle = symmetric_buffer(size, device, group)
+        self._device, self._addresses = device, [int(p) for p in self.handle.buffer_ptrs]  # of allocations
+        self._offset = self.own.data_ptr() - self._addresses[rank]
+        addresses = [address + self._offset for address in self._addresses]
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)
+
+    @cached_property
+    def of_ranks(self) -> Tensor:
+        """uint8 (ranks, bytes), all ranks' buffers; see side_by_side."""
+        self._mapped = SideBySide(self._addresses, self._device)
+        return self._mapped.tensor[:, self._offset :][:, : len(self.own)]
+
+
 class PeerBuffer:
     """One of the two buffers of each rank, as large as a round needs.
 
@@ -71,14 +95,15 @@ class PeerBuffer:
     pointers: int64 (ranks,) on the device, the addresses of all ranks' buffers.
     """
 
-    def __init__(self, own: Tensor, pointers: Tensor, handle: Any, offset: int, timeout: int) -> None:
-        self.own, self.pointers = own, pointers
-        self._handle, self._offset, self._timeout = handle, offset, timeout
+    def __init__(self, memory: Memory, size: int, timeout: int) -> None:
+        self.own, self.pointers = memory.own[:size], memory.pointers
+        self._memory, self._timeout = memory, timeout
         self._views: dict[Any, Any] = {}
 
-    def of_rank(self, rank: int) -> Tensor:
-        """A rank's buffer as a tensor of this process's GPU, which kernels write to."""
-        return self._handle.get_buffer(rank, self.own.shape, self.own.dtype, self._offset)
+    @property
+    def of_ranks(self) -> Tensor:
+        """All ranks' buffers as a tensor (ranks, size) of this process's GPU, which kernels write to."""
+        return self._memory.of_ranks[:, : len(self.own)]
 
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
         """Views of `own` that make() returns, cached by `key`: later rounds with this buffer and size share them."""
@@ -89,7 +114,7 @@ class PeerBuffer:
 
     def ready(self) -> None:
         """Barrier on the current stream: what all ranks wrote to their buffers before it can be read after it."""
-        self._handle.barrier(0, self._timeout)
+        self._memory.handle.barrier(0, self._timeout)
 
 
 class Peers:
@@ -106,7 +131,7 @@ class Peers:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.timeout = timeout_ms(group, device) if device.type == "cuda" else 0  # of barriers and signals
         self._group, self._device, self._round = weakref.ref(group), device, 0
-        self._buffers: list[tuple[Tensor, Tensor, Any, int] | None] = [None, None]
+        self._buffers: list[Memory | None] = [None, None]
         self._stream: Any = None  # of the last round
         self._sized: list[dict[int, PeerBuffer]] = [{}, {}]  # of each buffer, by size
 
@@ -114,7 +139,7 @@ class Peers:
     def room(self) -> int:
         """Bytes of the next buffer, the same on all ranks: so many can be acquired without growth; 0 at first."""
         kept = self._buffers[self._round % 2]
-        return 0 if kept is None else len(kept[0])
+        return 0 if kept is None else len(kept.own)
 
     def acquire(self, size: int) -> PeerBuffer:
         """The buffer of the next round, `size` bytes of it; the same size on all ranks. A buffer that is too small is
@@ -127,21 +152,20 @@ class Peers:
         place = self._round % 2
         self._round += 1
         kept = self._buffers[place]
-        if kept is None or len(kept[0]) < size:
+        if kept is None or len(kept.own) < size:
             kept = self._buffers[place] = self._made(place, size)
         sized = self._sized[place]
         if size not in sized:
             if len(sized) == SIZES:
                 sized.clear()
-            buffer, pointers, handle, offset = kept
-            sized[size] = PeerBuffer(buffer[:size], pointers, handle, offset, self.timeout)
+            sized[size] = PeerBuffer(kept, size, self.timeout)
         return sized[size]
 
     def undo_acquire(self) -> None:
         """Undo the last `acquire`, if its buffer is not used; this process has written to its own buffer at most."""
         self._round -= 1
 
-    def _made(self, place: int, size: int) -> tuple[Tensor, Tensor, Any, int]:
+    def _made(self, place: int, size: int) -> Memory:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None
         self._sized[place].clear()
@@ -151,9 +175,4 @@ class Peers:
             dist.barrier(group=self._group())  # so have the others
             torch.cuda.synchronize(self._device)
         del kept
-        size = -(-int(size * GROWTH) // GRAIN) * GRAIN
-        buffer, handle = symmetric_buffer(size, self._device, self._group())
-        offset = buffer.data_ptr() - int(handle.buffer_ptrs[self.rank])  # in the allocation that ranks share
-        addresses = [int(p) + offset for p in handle.buffer_ptrs]
-        pointers = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device)
-        return buffer, pointers, handle, offset
+        return Memory(-(-int(size * GROWTH) // GRAIN) * GRAIN, self.rank, self._device, self._group())

@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
     batch: int
     group: int
     workers: int | None
+    in_turn: bool = False
 
 
 def order_of(pattern: Pattern, tiles: Tiles) -> Tensor:
@@ -47,8 +48,9 @@ def order_of(pattern: Pattern, tiles: Tiles) -> Tensor:
 
 
 def work_order(
-    crow: Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None
-) -> Tensor:
+    crow: Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None,
+    in_turn: bool = False,
+) -> Tensor:  # fmt: skip
     """The order of all work tiles (m, n, l) = (row_tiles * block rows, tiles_n, batch), as TileScheduler takes it.
 
     Args:
@@ -57,6 +59,7 @@ def work_order(
         steps: K-tiles a block is wide.
         group: columns of tiles in a panel.
         workers: persistent clusters; None for one CTA a tile.
+        in_turn: False for item after item of the batch; True for all of them in turn, see take_turns.
 
     Returns:
         (rounds * workers, 2) int32 on crow's device: m and l * tiles_n + n of each tile, -1 for none. With workers None
@@ -77,6 +80,8 @@ def work_order(
     item = (panel[:, None] + (short * (batch * panels * tiles_m) + tile) * group).flatten().argsort()
     if workers is not None:
         item = assign_rounds(item, cost, workers)
+    if in_turn:
+        item = take_turns(item, batch, workers or 1)
     return torch.stack([m[item % tiles_m], item // tiles_m], 1).where((item >= 0)[:, None], -1).int()
 
 
@@ -107,3 +112,16 @@ def assign_rounds(item: Tensor, cost: Tensor, workers: int) -> Tensor:
         load.append((load[-1] + slots).sort().values)
     slot = (torch.stack(load) % workers).argsort(dim=1)  # of each worker, by chunk
     return item.gather(2, slot[:, None].expand_as(item)).flatten()[: rounds * workers]
+
+
+def take_turns(item: Tensor, batch: int, workers: int) -> Tensor:
+    """Items (rounds * workers,) in such an order that each worker has one of each batch item in turn, and that at any
+    time all batch items have equally many workers. The last round, which may not be full, stays."""
+    rounds = len(item) // workers
+    r = torch.arange(rounds - 1, device=item.device)
+    part = r * batch // max(rounds - 1, 1)  # of the batch, in order
+    place = r - (part * (rounds - 1) + batch - 1) // batch  # in its part
+    first = torch.arange(workers, device=item.device) * batch // workers
+    taken = (place * batch)[:, None] + (part[:, None] + first) % batch  # (rounds - 1, workers)
+    turns = item.view(rounds, workers)
+    return torch.cat([turns[:-1].gather(0, taken.argsort(0)), turns[-1:]]).flatten()

@@ -2,21 +2,21 @@
 
 Each rank has t tokens. The first layer multiplies the tokens of all ranks; the second computes each rank's summand of
 its result for all tokens, and the owner of a token adds these. Rank r works on its own tokens, then on those of
-r + 1, r + 2, ..., and finishes its own last. Two ranks:
+r + 1, r + 2, ... The second layer is one GEMM. Two ranks:
 
-    GEMMs     1st own | 1st other | 2nd other | 2nd own, adds what arrived
-    copies    x       |           |           |
-    stores                        | y, by the GEMM itself
+    GEMMs     1st own | 1st other | 2nd, all tokens | sum
+    copies    x       |           |                 |
+    stores                        | y, by the GEMM  |
 
-x is copied to the memory of the others, to r - 1, r - 2, ..., so that no rank is sent to by two at once. The GEMM of
-another rank's tokens stores its result to that rank's memory.
+x is copied to the memory of the others, to r - 1, r - 2, ..., so that no rank is sent to by two at once. The second
+GEMM stores each rank's tokens to that rank's memory, tiles of all ranks in turn, so that links are used all the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,20 @@ from .. import dispatch
 from ..arguments import BsrArgs
 from ..bsr import BsrMatrix
 
-__all__ = ["Exchange", "captured", "gated_into", "linear_into"]
+__all__ = ["Exchange", "captured", "gated_into", "linear_into", "linear_into_each"]
+
+ALIGN = 256  # bytes, of tensors in the memory of ranks
 
 
-def linear_into(
-    W: BsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    """Write x @ W.T + bias + residual to out, without gradients."""
-    dispatch.call(BsrArgs("bsr_linear", W, x, out, bias=bias, residual=residual))
+def linear_into(W: BsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """Write x @ W.T + bias to out, without gradients."""
+    dispatch.call(BsrArgs("bsr_linear", W, x, out, bias=bias))
+
+
+def linear_into_each(W: BsrMatrix, x: Tensor, outs: Tensor) -> None:
+    """Write x @ W.T, without gradients; x (ranks * t, K), outs (ranks, t, M) with any distance between ranks."""
+    items = x.unflatten(0, outs.shape[:2])
+    dispatch.call(BsrArgs("bsr_matmul", W, items.mT, outs.mT), in_turn=True)
 
 
 def gated_into(W: BsrMatrix, activation: Any, x: Tensor, out: Tensor) -> None:
@@ -49,35 +55,37 @@ def gated_into(W: BsrMatrix, activation: Any, x: Tensor, out: Tensor) -> None:
 class Exchange:
     """Two layers, or one of them, on the tokens of all ranks, with the exchange of tokens and results.
 
-    like: a tensor with the dtype and device of x and of the results.
-    tokens: t, of each rank.
-    columns: of the second layer's result.
     x: (t, K), this rank's tokens.
     first: (x, rows), the first layer, of tokens that are these rows of all ranks' together.
     gathered: (ranks * t, K), written with x of all ranks; None: not needed.
-    second: (rows, out), this rank's summand of the second layer for tokens of another rank.
-    last: (rows, others), the result of own tokens, to which it adds the sum of the other ranks' summands, None for a
-        single rank.
-    meanwhile: () called before `last`, while results arrive.
+    second: (ranks, t, N), which it writes with this rank's summands of the second layer, for the tokens of each rank.
+    y: (t, N), written with the sum of all ranks' summands for this rank's tokens.
+    meanwhile: () called before the sum, while results arrive.
 
-    x and `first`, or `second` and `last`, may both be missing. Where ranks share a host they write to each other's
-    memory (cute_kernels.runtime.links); elsewhere plain collectives surround the GEMMs. The summands of more than two
-    ranks are added in FP32, in the order of ranks, and rounded.
+    x and `first`, or `second` and y, may be missing. Where ranks share a host they write to each other's memory
+    (cute_kernels.runtime.links); elsewhere plain collectives surround the GEMMs. Summands are added in FP32, in the
+    order of ranks, and rounded.
     """
 
-    like: Tensor
-    tokens: int
-    columns: int = 0
     x: Tensor | None = None
     first: Callable[[Tensor, slice], Any] | None = None
     gathered: Tensor | None = None
-    second: Callable[[slice, Tensor], Any] | None = None
-    last: Callable[[slice, Tensor | None], Any] | None = None
+    second: Callable[[Tensor], Any] | None = None
+    y: Tensor | None = None
     meanwhile: Callable[[], Any] | None = None
+
+    @property
+    def _like(self) -> Tensor:
+        return cast("Tensor", self.y if self.x is None else self.x)
+
+    @property
+    def tokens(self) -> int:
+        """t, of each rank."""
+        return len(self._like)
 
     def run(self, group: Any) -> None:
         alone = not self.tokens or dist.get_world_size(group) == 1
-        memory = None if alone or captured(self.like) else link_of(group, self.like.device)
+        memory = None if alone or captured(self._like) else link_of(group, self._like.device)
         if memory is None:
             return self.collect(group)
         try:
@@ -88,94 +96,101 @@ class Exchange:
 
     def collect(self, group: Any) -> None:
         """By all_gather_single and all_to_all_single, before and after all GEMMs."""
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        places = [self._rows(r) for r in range(ranks)]
+        ranks = dist.get_world_size(group)
         if self.first and self.x is not None:
             xs = self.x.new_empty(ranks * self.tokens, self.x.shape[1]) if self.gathered is None else self.gathered
             all_gather_single(xs, self.x.contiguous(), group)
-            for rows in places:
-                self.first(xs[rows], rows)
-        arrived = self.like.new_empty(ranks - 1, self.tokens, self.columns)
-        if self.second:
-            summands = arrived.new_empty(arrived.shape)
-            for out, rows in zip(summands, places[:rank] + places[rank + 1 :], strict=True):
-                self.second(rows, out)
-            sizes = [0 if r == rank else self.tokens for r in range(ranks)]
-            dist.all_to_all_single(arrived.flatten(0, 1), summands.flatten(0, 1), sizes, sizes, group=group)
+            for rank in range(ranks):
+                self.first(xs[self._rows(rank)], self._rows(rank))
+        summands = arrived = None
+        if self.second and self.y is not None:
+            summands = self.y.new_empty(ranks, *self.y.shape)
+            self.second(summands)
+            arrived = torch.empty_like(summands)
+            dist.all_to_all_single(arrived, summands, group=group)
         if self.meanwhile:
             self.meanwhile()
-        if self.last:
-            self.last(places[rank], _sum_of(arrived))
+        if arrived is not None and self.y is not None:
+            add_summands(arrived, self.y)
 
     def push(self, peers: Peers, link: Link) -> None:
         """Copy and store to peers' memory, during the GEMMs."""
         link.check_ended()
-        rank, ranks, size = link.rank, link.ranks, self.like.element_size()
-        x = None if self.x is None else self.x.contiguous()
-        all_x = 0 if x is None else -(-(ranks - 1) * x.numel() * size // 256) * 256  # bytes
-        buffer = peers.acquire(all_x + (ranks - 1) * self.tokens * self.columns * size)
-        mine, theirs = self._inboxes(buffer, rank, ranks, all_x)
-        own = self._rows(rank)
+        rank, ranks, x = link.rank, link.ranks, None if self.x is None else self.x.contiguous()
+        sizes = [-(-size_of(t) // ALIGN) * ALIGN for t in (x, self.y)]
+        memory = self._parts(peers.acquire((ranks - 1) * sizes[0] + ranks * sizes[1]), rank, ranks, *sizes)
+        others = [(rank + 1 + i) % ranks for i in range(ranks - 1)]
 
         link.begin()
         if self.first and x is not None:
-            for place in reversed(range(ranks - 1)):
-                link.push((rank + 1 + place) % ranks, theirs[place].x, x)
-            self.first(x, own)
-            if self.gathered is not None:
-                self.gathered[own].copy_(x)
-        for place in range(ranks - 1):
-            source = (rank + 1 + place) % ranks
-            rows = self._rows(source)
-            if self.first:
-                link.wait(source, PUSHED)
-                tokens = mine.x[place]
-                self.first(tokens if self.gathered is None else self.gathered[rows].copy_(tokens), rows)
-            if self.second:
-                self.second(rows, theirs[place].y)
-                link.signal(source)
-        if self.meanwhile:
-            self.meanwhile()
-        if self.last:
-            for source in range(ranks):
+            for other in reversed(others):
+                link.push(other, memory.to[other], x)
+            for source in (rank, *others):
+                tokens, rows = x, self._rows(source)
                 if source != rank:
-                    link.wait(source, STORED)
-            self.last(own, _sum_of(mine.y))
+                    link.wait(source, PUSHED)
+                    tokens = memory.x[source]
+                if self.gathered is not None:
+                    link.keep(self.gathered[rows], tokens)
+                self.first(tokens, rows)
+        if self.second:
+            self.second(memory.summands)
+            for other in others:
+                link.signal(other)
+        if self.meanwhile:
+            link.join()  # it may read x of all ranks
+            self.meanwhile()
+        if self.second and self.y is not None:
+            for other in others:
+                link.wait(other, STORED)
+            add_summands(memory.arrived, self.y)
         link.end()
 
     def _rows(self, rank: int) -> slice:
         """The rows of a rank's tokens among those of all ranks."""
         return slice(rank * self.tokens, (rank + 1) * self.tokens)
 
-    def _inboxes(self, buffer: PeerBuffer, rank: int, ranks: int, all_x: int) -> tuple[Inbox, list[Inbox]]:
-        """Memory where this rank receives from the others, and where they receive from it, in the order of its work.
+    def _parts(self, buffer: PeerBuffer, rank: int, ranks: int, x_bytes: int, y_bytes: int) -> Parts:
+        """A buffer has x of the other ranks, then summands of all ranks, both by the rank that they come from."""
+        begin = (ranks - 1) * x_bytes
 
-        Each rank has x of the others in the order in which it works on them, (ranks - 1, t, K), and y by rank,
-        (ranks - 1, t, N).
-        """
-        width, dtype, others = 0 if self.x is None else self.x.shape[1], self.like.dtype, ranks - 1
+        def parts() -> Parts:
+            all_x = buffer.of_ranks[:, :begin].view(ranks, ranks - 1, x_bytes)
+            all_y = buffer.of_ranks[:, begin:].view(ranks, ranks, y_bytes)
+            others = [other for other in range(ranks) if other != rank]
+            x = {other: like(all_x[rank, other - (other > rank)], self.x) for other in others}
+            to = {other: like(all_x[other, rank - (rank > other)], self.x) for other in others}
+            return Parts(x, to, like(all_y[:, rank], self.y), like(all_y[rank], self.y))
 
-        def inbox(buffer: Tensor) -> Inbox:
-            x = buffer[: others * self.tokens * width * dtype.itemsize].view(dtype)
-            y = buffer[all_x:].view(dtype)
-            return Inbox(x.view(others, self.tokens, width), y.view(others, self.tokens, self.columns))
-
-        def inboxes() -> tuple[Inbox, list[Inbox]]:
-            theirs = []
-            for place in range(others):
-                other = (rank + 1 + place) % ranks
-                x, y = inbox(buffer.of_rank(other))
-                theirs.append(Inbox(x[others - 1 - place], y[rank - (rank > other)]))
-            return inbox(buffer.own), theirs
-
-        return buffer.views((self.tokens, width, self.columns, dtype), inboxes)
+        shapes = [None if t is None else t.shape for t in (self.x, self.y)]
+        return buffer.views((*shapes, self._like.dtype), parts)
 
 
-class Inbox(NamedTuple):
-    """Memory of a rank for x and summands y of the others."""
+class Parts(NamedTuple):
+    """Parts of the memory of all ranks.
 
-    x: Tensor
-    y: Tensor
+    x: where this rank receives x, (t, K), by the rank that it comes from.
+    to: where x of this rank goes, by the rank that receives it.
+    summands: (ranks, t, N), where this rank's summands go, by the rank that receives them.
+    arrived: (ranks, t, N), those for this rank, by the rank that they come from.
+    """
+
+    x: dict[int, Tensor]
+    to: dict[int, Tensor]
+    summands: Tensor
+    arrived: Tensor
+
+
+def size_of(t: Tensor | None) -> int:
+    """Bytes of a contiguous tensor."""
+    return 0 if t is None else t.numel() * t.element_size()
+
+
+def like(memory: Tensor, t: Tensor | None) -> Tensor:
+    """Memory (..., bytes) as contiguous tensors of the shape and dtype of t."""
+    if t is None:
+        return memory[..., :0]
+    return memory[..., : size_of(t)].view(t.dtype).unflatten(-1, t.shape)
 
 
 def captured(x: Tensor) -> bool:
@@ -183,8 +198,9 @@ def captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _sum_of(arrived: Tensor) -> Tensor | None:
-    """Sum over ranks of summands (ranks, t, N); torch adds in FP32."""
-    if len(arrived) < 2:
-        return arrived[0] if len(arrived) else None
-    return arrived.sum(0)
+def add_summands(arrived: Tensor, y: Tensor) -> None:
+    """Write the sum over ranks of summands (ranks, t, N) to y; torch adds in FP32."""
+    if len(arrived) == 2:
+        torch.add(*arrived, out=y)
+    else:
+        torch.sum(arrived, 0, out=y)

@@ -16,7 +16,7 @@ from cute_kernels.runtime.transforms import differentiable_once
 
 from ..bsr import BsrMatrix
 from ..gradients import values_gradient
-from .overlap import Exchange, linear_into
+from .overlap import Exchange, linear_into, linear_into_each
 
 __all__ = ["FeedForward", "GatherLinear", "LinearScatter", "feed_forward", "gathered_result"]
 
@@ -33,7 +33,7 @@ GRADIENTS: dict[str, Callable] = {  # of activations: (gradient of the result, i
 def gathered_result(x: Tensor, group: Any, columns: int, into: Callable[[Tensor, Tensor], Any]) -> Tensor:
     """Result (ranks * t, columns) of a layer for the tokens x (t, K) of all ranks; into: (tokens, out)."""
     y = x.new_empty(dist.get_world_size(group) * len(x), columns)
-    Exchange(x, len(x), x=x, first=lambda part, rows: into(part, y[rows])).run(group)
+    Exchange(x, first=lambda part, rows: into(part, y[rows])).run(group)
     return y
 
 
@@ -45,18 +45,10 @@ def feed_forward(x: Tensor, group: Any, into: Callable[[Tensor, Tensor], Any], d
     h = x.new_empty(dist.get_world_size(group) * len(x), down.shape[1])
     y = x.new_empty(len(x), down.shape[0])
     Exchange(
-        x, len(x), down.shape[0], x=x,
-        first=lambda part, rows: into(part, h[rows]), **scattered(down, h, y),
+        x,
+        first=lambda part, rows: into(part, h[rows]), second=partial(linear_into_each, down, h), y=y,
     ).run(group)  # fmt: skip
     return y
-
-
-def scattered(W: BsrMatrix, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Terms of an Exchange for y (t, M), this rank's tokens of the sum over ranks of x @ W.T; x (ranks * t, K)."""
-    return {
-        "second": lambda rows, out: linear_into(W, x[rows], out),
-        "last": lambda rows, others: linear_into(W, x[rows], y, residual=others),
-    }
 
 
 class GatherLinear(torch.autograd.Function):
@@ -65,7 +57,7 @@ class GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, stored, bias, W, group):
         xs, y = (x.new_empty(dist.get_world_size(group) * len(x), n) for n in (x.shape[1], W.shape[0]))
-        Exchange(x, len(x), x=x, first=lambda part, rows: linear_into(W, part, y[rows], bias), gathered=xs).run(group)
+        Exchange(x, first=lambda part, rows: linear_into(W, part, y[rows], bias), gathered=xs).run(group)
         ctx.save_for_backward(xs, stored)
         ctx.W, ctx.group, ctx.bias_dtype = W.without_values(), group, None if bias is None else bias.dtype
         return y
@@ -84,7 +76,7 @@ class GatherLinear(torch.autograd.Function):
         dx = None
         if needs_x:
             dx = xs.new_empty(len(xs) // dist.get_world_size(ctx.group), xs.shape[1])
-            Exchange(dx, len(dx), dx.shape[1], **scattered(W.t(), dy, dx), meanwhile=values).run(ctx.group)
+            Exchange(second=partial(linear_into_each, W.t(), dy), y=dx, meanwhile=values).run(ctx.group)
         else:
             values()
         dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
@@ -97,7 +89,7 @@ class LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, stored, W, group):
         y = x.new_empty(len(x) // dist.get_world_size(group), W.shape[0])
-        Exchange(y, len(y), y.shape[1], **scattered(W, x, y)).run(group)
+        Exchange(second=partial(linear_into_each, W, x), y=y).run(group)
         ctx.save_for_backward(x, stored)
         ctx.W, ctx.group = W.without_values(), group
         return y
@@ -109,7 +101,7 @@ class LinearScatter(torch.autograd.Function):
         W, (needs_x, needs_values, *_) = ctx.W.holding(stored), ctx.needs_input_grad
         turned, dys, dx = W.t(), dy.new_empty(len(x), dy.shape[1]), x.new_empty(x.shape)
         Exchange(
-            dy, len(dy), x=dy, first=lambda part, rows: linear_into(turned, part, dx[rows]) if needs_x else None,
+            dy, first=lambda part, rows: linear_into(turned, part, dx[rows]) if needs_x else None,
             gathered=dys,
         ).run(ctx.group)  # fmt: skip
         dvalues = values_gradient(LINEAR, W, x, dys, None) if needs_values else None
@@ -130,7 +122,8 @@ class FeedForward(torch.autograd.Function):
             g, u = halves(z[rows])
             torch.mul(g if activation is None else ACTIVATIONS[activation](g), u, out=h[rows].unflatten(-1, (-1, GATE)))
 
-        Exchange(x, len(x), y.shape[1], x=x, first=first, gathered=xs, **scattered(down, h, y)).run(group)
+        second = partial(linear_into_each, down, h)
+        Exchange(x, first, gathered=xs, second=second, y=y).run(group)
         ctx.save_for_backward(xs, z, h, stored, down_stored)
         ctx.matrices, ctx.activation, ctx.group = (W.without_values(), down.without_values()), activation, group
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -155,10 +148,8 @@ class FeedForward(torch.autograd.Function):
             ddown = values_gradient(LINEAR, down, h, dys, None) if needs_down else None
             dvalues = values_gradient(LINEAR, W, xs, dz, None) if needs_values else None
 
-        second = scattered(W.t(), dz, dx) if needs_x else {}
-        Exchange(
-            dy, len(dy), dx.shape[1] if needs_x else 0, x=dy, first=first, gathered=dys, meanwhile=values, **second
-        ).run(ctx.group)
+        second = {"second": partial(linear_into_each, W.t(), dz), "y": dx} if needs_x else {}
+        Exchange(dy, first, gathered=dys, meanwhile=values, **second).run(ctx.group)
         dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx if needs_x else None, dvalues, dbias, ddown, None, None, None, None
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.reference import gate
 from cute_kernels.runtime import links, peers
+from sparse_collective.distributed import overlap
 from sparse_collective.distributed.overlap import Exchange
 from sparse_collective.distributed.sequence import gate_gradient
 
@@ -77,7 +78,8 @@ class Cluster:
 
     def __init__(self, monkeypatch, ranks):
         self.ranks, self.here, self.barrier = ranks, threading.local(), threading.Barrier(ranks, timeout=SECONDS)
-        self.buffers, self.pads = [None] * ranks, [None] * ranks
+        self.pads, self.memory = [None] * ranks, None  # (ranks, size), made by rank 0 for all
+        self.found = {}  # memory of all ranks by its address
         cuda = SimpleNamespace(
             Stream=Stream, Event=Event, stream=self.stream, current_stream=lambda device: self.here.stream,
             synchronize=lambda device: None,
@@ -86,10 +88,12 @@ class Cluster:
             few = {name: getattr(torch, name) for name in ("tensor", "int64", "inference_mode")}
             monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, **few))
             monkeypatch.setattr(module, "symmetric_buffer", self.symmetric_buffer)
+        monkeypatch.setattr(peers, "SideBySide", self.side_by_side)
         monkeypatch.setattr(dist, "get_rank", lambda group: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: self.barrier.wait())
         monkeypatch.setattr(links, "copy", self.copy)
+        monkeypatch.setattr(overlap, "add_summands", lambda arrived, y: self.give(lambda: torch.sum(arrived, 0, out=y)))
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -107,20 +111,24 @@ class Cluster:
         """Launch a kernel on the current stream."""
         self.here.stream.give(job)
 
+    def side_by_side(self, addresses, device):
+        return SimpleNamespace(tensor=self.found[addresses[0]])
+
     def symmetric_buffer(self, size, device, group):
         rank = self.here.rank
-        buffer = self.buffers[rank] = torch.full((size,), 255, dtype=torch.uint8)
+        if rank == 0:
+            self.memory = torch.full((self.ranks, size), 255, dtype=torch.uint8)
+            self.found[self.memory.data_ptr()] = self.memory
         pads = self.pads[rank] = collections.defaultdict(threading.Event)  # by sender and channel
         self.barrier.wait()
-        kept, others = list(self.buffers), list(self.pads)
+        memory, others = self.memory, list(self.pads)
         handle = SimpleNamespace(
-            buffer_ptrs=[b.data_ptr() for b in kept],
-            get_buffer=lambda rank, shape, dtype, offset: kept[rank][offset : offset + shape.numel()],
+            buffer_ptrs=[row.data_ptr() for row in memory],
             put_signal=lambda to, channel, timeout: self.give(lambda: put(others[to][rank, channel])),
             wait_signal=lambda source, channel, timeout: self.give(lambda: take(pads[source, channel])),
         )
         self.barrier.wait()
-        return buffer, handle
+        return memory[rank], handle
 
     def run(self, function):
         errors = []
@@ -172,23 +180,20 @@ def test_simulated_ranks(monkeypatch, ranks):
             def first(part, rows):
                 cluster.give(lambda: torch.matmul(part, A, out=h[rows]))
 
-            def second(rows, out):
-                cluster.give(lambda: torch.matmul(h[rows], B, out=out))
-
-            def last(rows, others):
-                cluster.give(lambda: torch.add(h[rows] @ B, others, out=y))
+            def second(outs):
+                cluster.give(lambda: outs.copy_((h @ B).view(outs.shape)))
 
             def until_end(**layers):
                 calls = []
                 if "x" in layers:
                     layers["x"] = layers["x"].clone()
                     cluster.here.given = cluster.here.own.given
-                Exchange(x, n, **layers, meanwhile=lambda: calls.append(1)).push(memory, link)
+                Exchange(**layers, meanwhile=lambda: calls.append(1)).push(memory, link)
                 assert calls == [1]
                 if "x" in layers:
                     layers["x"].fill_(torch.nan)  # as its memory may be used again
 
-            until_end(columns=16, x=x[rank], first=first, gathered=gathered, second=second, last=last)
+            until_end(x=x[rank], first=first, gathered=gathered, second=second, y=y)
             expected = sum(whole @ A @ part for part in second_weights).view(ranks, n, 16)[rank]
             assert torch.allclose(y, expected, atol=1e-4)
             assert gathered is None or torch.equal(gathered, whole)
@@ -196,7 +201,7 @@ def test_simulated_ranks(monkeypatch, ranks):
             until_end(x=x[rank], first=first)
             assert torch.allclose(h, whole @ A, atol=1e-5)
             y.fill_(torch.nan)
-            until_end(columns=16, second=second, last=last)
+            until_end(second=second, y=y)
             assert torch.allclose(y, expected, atol=1e-4)
 
     cluster.run(rank_of)
@@ -217,7 +222,7 @@ def test_calls_after_an_error(monkeypatch):
         for n, error, text in ((16, ValueError, "wrong"), (4096, RuntimeError, "ended by an error; restart")):
             x = torch.ones(n, 8)
             with pytest.raises(error, match=text):
-                Exchange(x, n, x=x, first=fails).push(memory, link)
+                Exchange(x, fails).push(memory, link)
 
     cluster.run(rank_of)
 

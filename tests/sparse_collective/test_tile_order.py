@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from cute_kernels.scheduler import TileScheduler
 from cute_kernels.testing import patterns
-from sparse_collective import bsr_matmul
+from sparse_collective import bsr_linear, bsr_matmul
 from sparse_collective.bsr_gemm.tile_order import LONG, MOST_CHUNKS, OVERHEAD, work_order
+from sparse_collective.distributed.overlap import linear_into_each
 
 from ..gemm_calls import check
 from .bsr_parts import BOTH_OPS, INDEX_DTYPES, Operations, bsr, operands
@@ -28,10 +29,10 @@ PROBLEMS = {
 }
 
 
-@given(**PROBLEMS)
-def test_every_tile_comes_once(lengths, row_tiles, tiles_n, batch, group, workers):
+@given(in_turn=st.booleans(), **PROBLEMS)
+def test_every_tile_comes_once(lengths, row_tiles, tiles_n, batch, group, workers, in_turn):
     """And a worker that has no tile in a round has none after it."""
-    tiles = {"row_tiles": row_tiles, "tiles_n": tiles_n, "batch": batch, "group": group}
+    tiles = {"row_tiles": row_tiles, "tiles_n": tiles_n, "batch": batch, "group": group, "in_turn": in_turn}
     order = work_order(crow_of(lengths), steps=2, workers=workers, **tiles)
     tiles_m = len(lengths) * row_tiles
     count = tiles_m * tiles_n * batch
@@ -74,6 +75,22 @@ def test_panels_stay_together():
     assert [sorted(set(row)) for row in order[:, 1].view(-1, 16).tolist()] == [
         [n, n + 1] for n in (0, 0, 2, 2, 4, 4, 6, 6)
     ]
+
+
+@pytest.mark.parametrize(("batch", "workers"), [(2, 66), (4, 132), (3, 7)])
+def test_items_in_turn(batch, workers):
+    """At any time all items are written, and each worker goes from one to the next; its tiles are those of before."""
+    tiles = {"row_tiles": 1, "steps": 2, "tiles_n": 11, "batch": batch, "group": 2, "workers": workers}
+    lengths = torch.randint(8, 16, (64,))
+    turns, before = (
+        work_order(crow_of(lengths), in_turn=in_turn, **tiles).view(-1, workers, 2) for in_turn in (True, False)
+    )
+    for worker in range(workers):
+        assert sorted(turns[:, worker].tolist()) == sorted(before[:, worker].tolist())
+    items = turns[:-1, :, 1] // 11
+    assert (items.diff(dim=0) != 0).double().mean() > 0.8
+    fair = [torch.bincount(one, minlength=batch).min() >= workers // batch - 1 for one in items]
+    assert sum(fair) > 0.8 * len(fair), "but for rounds where one item ends"
 
 
 def by_hand(lengths, *, row_tiles, steps, tiles_n, batch, group, workers) -> list[tuple[int, int]]:
@@ -142,6 +159,19 @@ def test_many_rounds(path, block, pattern):
     """Every worker does several tiles, of lengths from none to all."""
     W = bsr(pattern, block, "cuda", grid=(2560 // block[0], 1024 // block[1]))
     check(bsr_matmul, *operands(bsr_matmul, W, 8000))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["power_law", "bernoulli"])
+@pytest.mark.parametrize("tokens", [1000, 3000])
+def test_products_of_items_in_turn(path, tokens, pattern):
+    """Results of 3 ranks, some distance apart in memory, are bitwise those of one product."""
+    W = bsr(pattern, (128, 128), "cuda", grid=(16, 8))
+    x = torch.randn(3 * tokens, 1024, device="cuda", dtype=W.dtype)
+    memory = torch.full((3, tokens * 2048 + 4096), torch.nan, device="cuda", dtype=W.dtype)
+    outs = memory[:, : tokens * 2048].unflatten(1, (tokens, 2048))
+    linear_into_each(W, x, outs)
+    assert torch.equal(outs.flatten(0, 1), bsr_linear(x, W)) and memory[:, tokens * 2048 :].isnan().all()
 
 
 @pytest.mark.parametrize(("mask", "even"), [(patterns.uniform(8, 9, 3), True), (patterns.power_law(8, 9), False)])

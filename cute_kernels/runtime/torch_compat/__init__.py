@@ -27,6 +27,7 @@ from .distributed import (
     resize_fully_sharded,
     root_mesh,
     symmetric_buffer,
+    tensor_at,
     timeout_ms,
 )
 from .dynamo import (
@@ -90,6 +91,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "symmetric_buffer",
+    "tensor_at",
     "timeout_ms",
     "tree_flatten",
     "tree_leaves",

@@ -79,3 +79,10 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
     with torch.inference_mode(False):  # or only calls in inference mode could write to it
         buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
+
+
+def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
+    """uint8 (size,) at an address of CUDA memory that a device can access; who calls keeps the memory."""
+    with torch.inference_mode(False):
+        storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
