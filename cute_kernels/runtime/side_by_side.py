@@ -54,7 +54,7 @@ class SideBySide:
 def _unmap(base: int, size: int, count: int) -> None:
     import cuda.bindings.driver as cuda
 
-    for rank in range(count):  # what was not mapped, after an error, is an error here that nobody needs
+    for rank in range(count):  # after an error some are not mapped; the results are not looked at
         cuda.cuMemUnmap(base + rank * size, size)
     cuda.cuMemAddressFree(base, size * count)
 

@@ -90,7 +90,7 @@ def test_items_in_turn(batch, workers):
     items = turns[:-1, :, 1] // 11
     assert (items.diff(dim=0) != 0).double().mean() > 0.8
     fair = [torch.bincount(one, minlength=batch).min() >= workers // batch - 1 for one in items]
-    assert sum(fair) > 0.8 * len(fair), "but for rounds where one item ends"
+    assert sum(fair) > 0.7 * len(fair), "but for rounds where one item ends"
 
 
 def by_hand(lengths, *, row_tiles, steps, tiles_n, batch, group, workers) -> list[tuple[int, int]]:
