@@ -36,7 +36,7 @@ class SideBySide:
             size = int(_checked(cuda.cuMemGetAddressRange(addresses[0]))[1])  # an allocation is mapped as a whole
             everything = size * len(addresses)
             base = int(_checked(cuda.cuMemAddressReserve(everything, 0, 0, 0))[0])
-            weakref.finalize(self, _unmap, base, size, len(addresses)).atexit = False
+            weakref.finalize(self, _unmap, base, size, len(addresses), device).atexit = False
             for rank, address in enumerate(addresses):
                 (handle,) = _checked(cuda.cuMemRetainAllocationHandle(address))
                 try:
@@ -51,9 +51,10 @@ class SideBySide:
         self.tensor: Tensor = tensor_at(base, everything, device).view(len(addresses), size)
 
 
-def _unmap(base: int, size: int, count: int) -> None:
+def _unmap(base: int, size: int, count: int, device: torch.device) -> None:
     import cuda.bindings.driver as cuda
 
+    torch.cuda.synchronize(device)  # no kernel may use it any more
     for rank in range(count):  # after an error some are not mapped; the results are not looked at
         cuda.cuMemUnmap(base + rank * size, size)
     cuda.cuMemAddressFree(base, size * count)
