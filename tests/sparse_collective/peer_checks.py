@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import os
 import tempfile
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -56,7 +57,7 @@ class SharedFiles(Peers):
         self.mapped.extend(buffers)
         buffers[self.rank].fill_(0xFF)
         pointers = torch.tensor([b.data_ptr() for b in buffers])
-        return buffers[self.rank], pointers, Mapped(group), 0
+        return SimpleNamespace(own=buffers[self.rank], pointers=pointers, handle=Mapped(group))
 
 
 def by_emulator(source, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, weighted=False):
