@@ -58,14 +58,17 @@ def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
     return out.new_empty(padding.rows, W.shape[-2])
 
 
-def call(values: tuple, with_z: bool = False, chained: bool = False, fused: bool = False, in_turn: bool = False) -> Any:
+def call(
+    values: tuple, with_z: bool = False, chained: bool = False, fused: bool = False, interleaved: bool = False
+) -> Any:
     """An op of this package, where torch.compile does not trace it. With z, without out: (y, z), see gradients.
 
     values: all fields of BsrArgs, with a Program as epilogue.
     chained: True if the kernel launched right before is a primary kernel that writes b and its scales
         (cute_kernels/tile/dependent_launch.py).
     fused: None in the place of a gate that torch would compute.
-    in_turn: True if tiles of all items of b come in turn, so that all items of the result are written all the time.
+    interleaved: True if tiles of all items of b come in turn, so that all items of the result are written all the time.
+        Kernels without an order of tiles, those of small blocks, go from item to item all the same.
     """
     W = values[1]
     if type(W) is not BsrMatrix:
@@ -74,12 +77,14 @@ def call(values: tuple, with_z: bool = False, chained: bool = False, fused: bool
     if W.check and not W.pattern.checked:
         W.check_indices()  # before the plan, which depends on what the check finds out
     key, tensors, terms, op, W, b, out, expert_ids, amax = split(values)
-    if with_z or chained or in_turn:
-        key = key and (key, with_z, chained, in_turn)
+    if with_z or chained or interleaved:
+        key = key and (key, with_z, chained, interleaved)
     plan = _PLANS.known(key, tensors, out)
     if plan is None:
         args = BsrArgs(*values)
-        plan = _PLANS.checked(op, key, tensors, out, partial(plan_bsr, args, with_z, chained, in_turn), args.residual)
+        plan = _PLANS.checked(
+            op, key, tensors, out, partial(plan_bsr, args, with_z, chained, interleaved), args.residual
+        )
     if amax is not None:
         amax.zero_()
     if plan.function is None:
@@ -110,17 +115,17 @@ def _launch(plan: Plan, W, values, tensors, expert_ids) -> None:
     """Run the plan's kernel on W's values and the further tensors as it views them."""
     family, function, group, order, pattern = plan.family, plan.function, plan.group, None, W.pattern
     ctas = plan.max_ctas if pattern.even else plan.uneven_ctas
-    if plan.tiles and takes_order(W, plan.tiles.in_turn):
+    if plan.tiles and takes_order(W, plan.tiles.interleaved):
         function, tiles, ctas = plan.ordered or _ordered(plan)
         order, group = tile_order.order_of(pattern, tiles), 1
     tables = family.pattern(plan.facts, W, order, expert_ids)
     function(pattern.crow_indices, *tables, values, *tensors, 1.0, 1.0, group, ctas)
 
 
-def takes_order(W, in_turn: bool = False) -> bool:
+def takes_order(W, interleaved: bool = False) -> bool:
     """True if a table orders the work tiles, if the plan has `tiles`: for a single pattern, with any number of columns
-    or batch items. Block rows of equal length need one for items in turn alone."""
-    uneven = in_turn or not W.pattern.even
+    or batch items. Patterns with even block rows use a table only if `interleaved`."""
+    uneven = interleaved or not W.pattern.even
     return tile_order.ENABLED and uneven and W.pattern.tables is not None and W.batch != "patterns"
 
 

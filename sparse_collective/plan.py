@@ -40,7 +40,7 @@ WITH_PRECISION = ("bsr_matmul", "bsr_linear")  # multiply float32 as they are to
 LAUNCH = ("b", "out", "bias", "residual", "scales", "scale_b", "scale_out", "amax", "z")
 
 
-def plan_bsr(args: BsrArgs, with_z: bool = False, chained: bool = False, in_turn: bool = False) -> Plan:
+def plan_bsr(args: BsrArgs, with_z: bool = False, chained: bool = False, interleaved: bool = False) -> Plan:
     """Check a call's arguments and select its kernel, without launching it. args.W is a BsrMatrix or Bsr24."""
     op, W, b, out, linear, name = args.op, args.W, args.b, args.out, args.linear, args.operand
     checks.check_tensor(f"{op}: {name}", b)
@@ -77,7 +77,7 @@ def plan_bsr(args: BsrArgs, with_z: bool = False, chained: bool = False, in_turn
     if math.prod(shape) == 0:
         plan.empty = True
     elif kernel:
-        _plan_kernel(plan, args, spec, chained, in_turn)
+        _plan_kernel(plan, args, spec, chained, interleaved)
     return plan
 
 
@@ -230,7 +230,7 @@ def _problem(plan: Plan, args: BsrArgs, spec) -> Problem:
     return problem
 
 
-def _plan_kernel(plan: Plan, args: BsrArgs, spec, chained: bool, in_turn: bool) -> None:
+def _plan_kernel(plan: Plan, args: BsrArgs, spec, chained: bool, interleaved: bool) -> None:
     """Fill in the kernel of a plan: the views of its tensors, facts and compiled function."""
     from cute_kernels.runtime.families import function_for
 
@@ -268,7 +268,7 @@ def _plan_kernel(plan: Plan, args: BsrArgs, spec, chained: bool, in_turn: bool) 
             batch=problem.extents.L,
             group=plan.group,
             workers=resident_clusters(cfg, sms) if plan.facts.path == "sm_90" else None,
-            in_turn=in_turn,
+            interleaved=interleaved,
         )
         count = max(tiles.row_tiles, 1) * W.n_block_rows * tiles.tiles_n * tiles.batch  # or fewer, of joined block rows
         if tiles.workers is None or count > tiles.workers:  # else each worker has one tile, and an order is none

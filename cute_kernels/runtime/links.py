@@ -1,11 +1,13 @@
 """Copies to the memory of other ranks, and signals, while GEMMs run.
 
     push      copy | signal     on a stream of its own, after all work that the current stream had at `begin`
+    keep      copy              on that stream, after all work that the current stream has
     signal    after kernels that wrote to a rank's memory, on the current stream
     wait      until a signal of a rank has come, on the current stream
 
-Copies of whole tensors run on copy engines. Signals are torch's (symmetric memory), kernels of one warp: one that waits
-stands where the stream would wait anyway, so it takes no multiprocessor from a GEMM.
+Pushes run on copy engines, copies within this GPU's memory on multiprocessors. Signals are torch's (symmetric memory),
+kernels of one warp: one that waits stands where the stream would wait anyway, so it takes no multiprocessor from a
+GEMM.
 
 A round of Peers is a barrier also with a link in place of `ready`: every rank sends something to every other one, and
 waits for what each sends. So memory that is written to has been read by then: its owner has sent in the round before.
@@ -45,8 +47,9 @@ def link_of(group: Any, device: torch.device) -> tuple[Peers, Link] | None:
 class Link:
     """Copies and signals of a rank to the others of its group; see link_of.
 
-    From `begin` to `end` all ranks do the same: each pushes to every other rank once, or signals every other rank once,
-    or both; and it waits for each push and signal to it. Not for CUDA graphs, whose replays do not alternate buffers.
+    From `begin` to `end` all ranks do the same, but for `keep`: each pushes to every other rank once, or signals every
+    other rank once, or both; and it waits for each push and signal to it. Not for CUDA graphs, whose replays do not
+    alternate buffers.
     """
 
     def __init__(self, group: Any, device: torch.device, peers: Peers) -> None:
@@ -79,7 +82,8 @@ class Link:
             self._handle.put_signal(rank, PUSHED, self._timeout)
 
     def keep(self, to: Tensor, x: Tensor) -> None:
-        """Copy x, as the current stream has it now, behind the pushes; until `join`."""
+        """Copy x to this rank's memory, behind the pushes and all work that the current stream has now. x must not be
+        written, nor `to` read, before `join`."""
         self._event.record(self._current)
         self._stream.wait_event(self._event)
         with torch.cuda.stream(self._stream):
@@ -106,5 +110,5 @@ class Link:
 
 
 def copy(to: Tensor, x: Tensor) -> None:
-    """Copy x on the current stream, by a copy engine; simulated ranks replace it."""
+    """Copy x on the current stream; simulated ranks replace it."""
     to.copy_(x)

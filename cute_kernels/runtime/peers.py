@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .side_by_side import SideBySide
-from .torch_compat import symmetric_buffer, timeout_ms
+from .torch_compat import has_mapped_memory, symmetric_buffer, timeout_ms
 
 __all__ = ["PeerBuffer", "Peers", "peers_of"]
 
@@ -61,6 +61,7 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
     # A process that sees its own GPU alone cannot ask for the others; CUDA IPC works all the same.
     reach = all(i is None or i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in here)
     fits = bool(host) and len({host for host, _ in found}) == 1 and len({uuid for _, uuid in found}) == ranks and reach
+    fits = fits and has_mapped_memory(device)
     answers: list[Any] = [None] * ranks
     dist.all_gather_object(answers, fits, group=group)
     return all(answers)
@@ -106,7 +107,7 @@ class PeerBuffer:
         return self._memory.of_ranks[:, : len(self.own)]
 
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Views of `own` that make() returns, cached by `key`: later rounds with this buffer and size share them."""
+        """Views of it that make() returns, cached by `key`: later rounds with this buffer and size share them."""
         if key not in self._views:
             with torch.inference_mode(False):  # or calls outside of it could not write to them
                 self._views[key] = make()
@@ -153,6 +154,7 @@ class Peers:
         self._round += 1
         kept = self._buffers[place]
         if kept is None or len(kept.own) < size:
+            del kept  # frees it before the new one is made
             kept = self._buffers[place] = self._made(place, size)
         sized = self._sized[place]
         if size not in sized:

@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     batch: int
     group: int
     workers: int | None
-    in_turn: bool = False
+    interleaved: bool = False
 
 
 def order_of(pattern: Pattern, tiles: Tiles) -> Tensor:
@@ -49,7 +49,7 @@ def order_of(pattern: Pattern, tiles: Tiles) -> Tensor:
 
 def work_order(
     crow: Tensor, *, row_tiles: int, steps: int, tiles_n: int, batch: int, group: int, workers: int | None,
-    in_turn: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """The order of all work tiles (m, n, l) = (row_tiles * block rows, tiles_n, batch), as TileScheduler takes it.
 
@@ -59,11 +59,11 @@ def work_order(
         steps: K-tiles a block is wide.
         group: columns of tiles in a panel.
         workers: persistent clusters; None for one CTA a tile.
-        in_turn: False for item after item of the batch; True for all of them in turn, see take_turns.
+        interleaved: False for item after item of the batch; True for all of them in turn, see interleave.
 
     Returns:
         (rounds * workers, 2) int32 on crow's device: m and l * tiles_n + n of each tile, -1 for none. With workers None
-        (tiles, 2), the longest first.
+        (tiles, 2), the longest first, of batch items in turn if `interleaved`.
     """
     device = crow.device
     lengths, rows = (crow.diff().long() * steps + OVERHEAD).sort(descending=True, stable=True)
@@ -80,8 +80,8 @@ def work_order(
     item = (panel[:, None] + (short * (batch * panels * tiles_m) + tile) * group).flatten().argsort()
     if workers is not None:
         item = assign_rounds(item, cost, workers)
-    if in_turn:
-        item = take_turns(item, batch, workers or 1)
+    if interleaved:
+        item = interleave(item, tiles_m * tiles_n, batch, workers or 1)
     return torch.stack([m[item % tiles_m], item // tiles_m], 1).where((item >= 0)[:, None], -1).int()
 
 
@@ -114,14 +114,17 @@ def assign_rounds(item: Tensor, cost: Tensor, workers: int) -> Tensor:
     return item.gather(2, slot[:, None].expand_as(item)).flatten()[: rounds * workers]
 
 
-def take_turns(item: Tensor, batch: int, workers: int) -> Tensor:
-    """Items (rounds * workers,) in such an order that each worker has one of each batch item in turn, and that at any
-    time all batch items have equally many workers. The last round, which may not be full, stays."""
-    rounds = len(item) // workers
-    r = torch.arange(rounds - 1, device=item.device)
-    part = r * batch // max(rounds - 1, 1)  # of the batch, in order
-    place = r - (part * (rounds - 1) + batch - 1) // batch  # in its part
+def interleave(item: Tensor, per_batch_item: int, batch: int, workers: int) -> Tensor:
+    """Reorder each worker's tiles, so that it has one of each batch item in turn, and that workers begin with different
+    ones: at any time about equally many workers have tiles of each. The last round, which may not be full, stays.
+
+    item: (rounds * workers,), per_batch_item of them in a batch item.
+    """
+    rounds = item.view(-1, workers)
+    l = rounds[:-1] // per_batch_item
+    each = torch.arange(batch, device=item.device)
+    # How many tiles of the same batch item its worker has before
+    before = (l[..., None] == each).int().cumsum(0).gather(2, l[..., None])[..., 0] - 1
     first = torch.arange(workers, device=item.device) * batch // workers
-    taken = (place * batch)[:, None] + (part[:, None] + first) % batch  # (rounds - 1, workers)
-    turns = item.view(rounds, workers)
-    return torch.cat([turns[:-1].gather(0, taken.argsort(0)), turns[-1:]]).flatten()
+    order = (before * batch + (l - first) % batch).argsort(0)
+    return torch.cat([rounds[:-1].gather(0, order), rounds[-1:]]).flatten()

@@ -43,7 +43,7 @@ def linear_into(W: BsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None = None
 def linear_into_each(W: BsrMatrix, x: Tensor, outs: Tensor) -> None:
     """Write x @ W.T, without gradients; x (ranks * t, K), outs (ranks, t, M) with any distance between ranks."""
     items = x.unflatten(0, outs.shape[:2])
-    dispatch.call(BsrArgs("bsr_matmul", W, items.mT, outs.mT), in_turn=True)
+    dispatch.call(BsrArgs("bsr_matmul", W, items.mT, outs.mT), interleaved=True)
 
 
 def gated_into(W: BsrMatrix, activation: Any, x: Tensor, out: Tensor) -> None:
@@ -57,8 +57,8 @@ class Exchange:
 
     x: (t, K), this rank's tokens.
     first: (x, rows), the first layer, of tokens that are these rows of all ranks' together.
-    gathered: (ranks * t, K), written with x of all ranks; None: not needed.
-    second: (ranks, t, N), which it writes with this rank's summands of the second layer, for the tokens of each rank.
+    gathered: (ranks * t, K), written with x of all ranks, beside the GEMMs; None: not needed.
+    second: (out), the second layer: writes to out (ranks, t, N) this rank's summands, for the tokens of each rank.
     y: (t, N), written with the sum of all ranks' summands for this rank's tokens.
     meanwhile: () called before the sum, while results arrive.
 
@@ -102,8 +102,10 @@ class Exchange:
             all_gather_single(xs, self.x.contiguous(), group)
             for rank in range(ranks):
                 self.first(xs[self._rows(rank)], self._rows(rank))
-        summands = arrived = None
-        if self.second and self.y is not None:
+        arrived = None
+        if self.second and self.y is not None and ranks == 1:
+            self.second(self.y[None])
+        elif self.second and self.y is not None:
             summands = self.y.new_empty(ranks, *self.y.shape)
             self.second(summands)
             arrived = torch.empty_like(summands)
@@ -118,13 +120,14 @@ class Exchange:
         link.check_ended()
         rank, ranks, x = link.rank, link.ranks, None if self.x is None else self.x.contiguous()
         sizes = [-(-size_of(t) // ALIGN) * ALIGN for t in (x, self.y)]
-        memory = self._parts(peers.acquire((ranks - 1) * sizes[0] + ranks * sizes[1]), rank, ranks, *sizes)
+        buffer = peers.acquire((ranks - 1) * sizes[0] + ranks * sizes[1])
         others = [(rank + 1 + i) % ranks for i in range(ranks - 1)]
 
         link.begin()
+        memory = self._parts(buffer, rank, ranks, *sizes)
         if self.first and x is not None:
             for other in reversed(others):
-                link.push(other, memory.to[other], x)
+                link.push(other, memory.remote_x[other], x)
             for source in (rank, *others):
                 tokens, rows = x, self._rows(source)
                 if source != rank:
@@ -158,9 +161,9 @@ class Exchange:
             all_x = buffer.of_ranks[:, :begin].view(ranks, ranks - 1, x_bytes)
             all_y = buffer.of_ranks[:, begin:].view(ranks, ranks, y_bytes)
             others = [other for other in range(ranks) if other != rank]
-            x = {other: like(all_x[rank, other - (other > rank)], self.x) for other in others}
-            to = {other: like(all_x[other, rank - (rank > other)], self.x) for other in others}
-            return Parts(x, to, like(all_y[:, rank], self.y), like(all_y[rank], self.y))
+            x = {other: view_like(all_x[rank, other - (other > rank)], self.x) for other in others}
+            remote_x = {other: view_like(all_x[other, rank - (rank > other)], self.x) for other in others}
+            return Parts(x, remote_x, view_like(all_y[:, rank], self.y), view_like(all_y[rank], self.y))
 
         shapes = [None if t is None else t.shape for t in (self.x, self.y)]
         return buffer.views((*shapes, self._like.dtype), parts)
@@ -170,13 +173,13 @@ class Parts(NamedTuple):
     """Parts of the memory of all ranks.
 
     x: where this rank receives x, (t, K), by the rank that it comes from.
-    to: where x of this rank goes, by the rank that receives it.
+    remote_x: where x of this rank goes, by the rank that receives it.
     summands: (ranks, t, N), where this rank's summands go, by the rank that receives them.
     arrived: (ranks, t, N), those for this rank, by the rank that they come from.
     """
 
     x: dict[int, Tensor]
-    to: dict[int, Tensor]
+    remote_x: dict[int, Tensor]
     summands: Tensor
     arrived: Tensor
 
@@ -186,7 +189,7 @@ def size_of(t: Tensor | None) -> int:
     return 0 if t is None else t.numel() * t.element_size()
 
 
-def like(memory: Tensor, t: Tensor | None) -> Tensor:
+def view_like(memory: Tensor, t: Tensor | None) -> Tensor:
     """Memory (..., bytes) as contiguous tensors of the shape and dtype of t."""
     if t is None:
         return memory[..., :0]

@@ -239,7 +239,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
             y = FeedForward.apply(flat, W.stored, bias, down_W.stored, W, down_W, self.activation, group)
         else:
             y = feed_forward(flat, group, self.into_of(W), down_W)
-        return down.sum_after(y).view(*x.shape[:-1], -1)
+        return down.sum_after(y).view(*x.shape[:-1], y.shape[-1])
 
 
 class ParallelBsrGroupedLinear(TensorParallel, BsrGroupedLinear):

@@ -56,7 +56,7 @@ class Placed:
     in_order: True if ranks hold contiguous ranges in the order of ranks.
     inputs, outputs: placements of x and of the result.
     use_local_output: True if forward returns a torch.Tensor instead of a DTensor.
-    overlap: True if communication runs during the GEMM, in parts of the tokens.
+    overlap: True if communication runs during the GEMM.
     indices: for each rank, index_of its blocks.
     """
 

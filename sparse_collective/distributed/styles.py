@@ -93,9 +93,9 @@ class BsrRowwiseParallel(RowwiseParallel):
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the features of each rank, from partition_hidden; by default ranks get ranges of equally many block
             columns, or one more.
-        overlap: store the summands of other ranks' tokens to the memory of these ranks, by the GEMM itself; own tokens
-            come last, and their GEMM adds what has arrived. Needs output_layouts=Shard(0), and tokens that are a
-            multiple of the number of ranks; see BsrColwiseParallel.
+        overlap: the GEMM stores each rank's tokens of its result to the memory of that rank, which then adds what has
+            arrived. Needs output_layouts=Shard(0), and tokens that are a multiple of the number of ranks; see
+            BsrColwiseParallel.
 
     Raises as BsrColwiseParallel does.
     """

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 
 from .distributed import (
     all_gather_single,
+    has_mapped_memory,
     is_dtensor,
     reduce_scatter_single,
     resize_fully_sharded,
@@ -90,6 +91,7 @@ __all__ = [
     "run_in_trace",
     "schema_arguments",
     "schema_of",
+    "has_mapped_memory",
     "symmetric_buffer",
     "tensor_at",
     "timeout_ms",

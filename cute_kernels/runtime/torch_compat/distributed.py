@@ -81,6 +81,13 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
     return buffer, symmetric.rendezvous(buffer, group)
 
 
+def has_mapped_memory(device: torch.device) -> bool:
+    """True if symmetric memory is that of CUDA's virtual memory management, torch's default, and not of NVSHMEM."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    return getattr(symmetric, "get_backend", lambda device: "CUDA")(device) in ("CUDA", None)
+
+
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """uint8 (size,) at an address of CUDA memory that a device can access; who calls keeps the memory."""
     with torch.inference_mode(False):
