@@ -101,7 +101,8 @@ def _forward(z: Tensor, function: Callable) -> Tensor:
 
 
 def _matrix(t: Tensor) -> Tensor:
-    return t if t.dim() == 2 else t.view(-1, t.shape[-1])
+    """(rows, columns); a contiguous tensor may have any stride along a dimension of one row, hence the first view."""
+    return t if t.dim() == 2 and t.shape[0] > 1 else t.view(-1).view(-1, t.shape[-1])
 
 
 def _gradient_by_torch(z: Tensor, dh: Tensor, activation: str | None, again: bool = False) -> Tensor:

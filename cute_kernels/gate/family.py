@@ -48,8 +48,7 @@ class Gates(Family):
 
     def describe(self, facts: GateFacts) -> dict[str, str]:
         return {
-            "configuration": "gate",
-            "problem": "gradient" if facts.gradient else "",
+            "configuration": "gradient" if facts.gradient else "forward",
             "operands": facts.dtype,
             "epilogue": f"gate({facts.activation})",
         }

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from cute_kernels import reference
+from cute_kernels import explain, reference
 from cute_kernels.functions import ACTIVATIONS
 from cute_kernels.gate import dispatch
 from cute_kernels.gate.dispatch import gate, gate_gradient_into, gate_into
 from cute_kernels.testing.reference import normal, poisoned
+from sparse_collective import bsr_linear
+from sparse_collective.nn import GatedBsrLinear
 
 from ..emulator.ops import needs_compiler, on_emulator
 
@@ -59,6 +61,18 @@ def test_on_the_emulator(activation, dtype):
         h, dz = check(z, dh, activation)
     same = torch.equal(h, reference.gate(z, activation))  # rounds the activation, too
     assert same is (activation in (None, "relu"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(1, 128), (128,), (1, 1, 128), (2, 1, 128), (2, 3, 256)], ids=str)
+def test_shapes_and_strides_on_the_emulator(shape):
+    z = normal(*shape[:-1], shape[-1] + (4 if shape[-2:] == (1, 128) and shape[0] == 1 else 0))[..., : shape[-1]]
+    dh = normal(*shape[:-1], 1).expand(*shape[:-1], shape[-1] // 2)  # as of a sum
+    with on_emulator("sm_90"):
+        h = gate(z.requires_grad_(), "silu")
+        (dz,) = torch.autograd.grad(h, z, dh)
+    for found, wanted in zip((h, dz), of(z, dh, "silu"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
 
 
 @needs_compiler
@@ -166,3 +180,34 @@ def test_errors():
         gate_gradient_into(z, dh.requires_grad_(), "silu", dz)
     with pytest.raises(KeyError, match="tanh"):
         gate(z, "tanh")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_of_a_training_step(arch):
+    layer = GatedBsrLinear(128, 512, blocksize=(128, 128), density=0.5, dtype=torch.bfloat16)
+    plan = explain(layer, normal(64, 128), arch=arch, backward=True)
+    names = [
+        [(facts.family, getattr(facts, "gradient", None)) for facts in part] for part in (plan.forward, plan.backward)
+    ]
+    assert names == [[("bsr", None), ("gate", False)], [("gate", True), ("sampled", None)]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", NAMES)
+def test_a_training_layer(activation):
+    """Against torch's gate behind the same GEMM; autograd saves z alone, and every run has the same bits."""
+    layer = GatedBsrLinear(256, 1024, blocksize=(128, 128), density=0.5, activation=activation, device="cuda")
+    layer, x = layer.bfloat16(), normal(300, 256, device="cuda").requires_grad_()
+    dh = normal(300, 512, device="cuda")
+    inputs = (x, *layer.parameters())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        h = layer(x)
+    assert saved.count((300, 1024)) == 1 and (300, 512) not in saved
+    found = torch.autograd.grad(h, inputs, dh)
+    again = layer(x)
+    assert torch.equal(again, h)
+    assert all(map(torch.equal, found, torch.autograd.grad(again, inputs, dh)))
+    wanted = reference.gate(bsr_linear(x, layer.weight), activation)
+    for mine, torchs in zip((h, *found), (wanted, *torch.autograd.grad(wanted, inputs, dh)), strict=True):
+        assert (mine.double() - torchs.double()).norm() <= 0.01 * torchs.double().norm()
