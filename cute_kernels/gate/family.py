@@ -35,10 +35,9 @@ class Gates(Family):
         return ""
 
     def catalogue(self, arch: str, quick: bool = False) -> Iterator[GateFacts]:
-        target = arch_named(arch).target
-        for dtype in ["bfloat16"] if quick else ["bfloat16", "float16"]:
-            for activation in ["silu"] if quick else NAMES:
-                yield from (GateFacts(target, dtype, activation, gradient) for gradient in (False, True))
+        if quick:
+            return iter([GateFacts(arch_named(arch).target, "bfloat16", "silu", True)])
+        return self.bundle("", Request(arch, ("bfloat16", "float16")))
 
     def bundle(self, op: str, request: Request) -> Iterator[GateFacts]:
         target = arch_named(request.arch).target

@@ -13,8 +13,9 @@ from sparse_collective.nn import GatedBsrLinear
 
 from ..emulator.ops import needs_compiler, on_emulator
 
+BF16 = torch.bfloat16
 NAMES = (None, *ACTIVATIONS)
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -78,9 +79,9 @@ def test_shapes_and_strides_on_the_emulator(shape):
 @needs_compiler
 @pytest.mark.parametrize("activation", NAMES)
 def test_nan_and_infinity(activation):
-    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -1.0, 100.0, -100.0], dtype=torch.bfloat16)
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -1.0, 100.0, -100.0], dtype=BF16)
     g, u = (t.reshape(64) for t in torch.meshgrid(values, values, indexing="ij"))
-    z, dh = torch.cat([g, u])[None], torch.ones(1, 64, dtype=torch.bfloat16)
+    z, dh = torch.cat([g, u])[None], torch.ones(1, 64, dtype=BF16)
     with on_emulator("sm_90"):
         h, out = gate(z, activation), torch.empty_like(z)
         gate_gradient_into(z, dh, activation, out)
@@ -108,7 +109,7 @@ def kernels_of(call, monkeypatch) -> list:
 
 @needs_compiler
 def test_what_torch_computes(monkeypatch):
-    z, h = normal(4, 256), torch.empty(4, 128, dtype=torch.bfloat16)
+    z, h = normal(4, 256), torch.empty(4, 128, dtype=BF16)
     others = {
         "float32": z.float(), "float64": z.double(), "strides": z.t().contiguous().t(), "no rows": z[:0],
         "address": normal(4 * 256 + 1)[1:].view(4, 256), "sliced": normal(4, 512)[:, :256],
@@ -184,7 +185,7 @@ def test_errors():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_a_training_step(arch):
-    layer = GatedBsrLinear(128, 512, blocksize=(128, 128), density=0.5, dtype=torch.bfloat16)
+    layer = GatedBsrLinear(128, 512, blocksize=(128, 128), density=0.5, dtype=BF16)
     plan = explain(layer, normal(64, 128), arch=arch, backward=True)
     names = [
         [(facts.family, getattr(facts, "gradient", None)) for facts in part] for part in (plan.forward, plan.backward)
@@ -196,8 +197,10 @@ def test_kernels_of_a_training_step(arch):
 @pytest.mark.parametrize("activation", NAMES)
 def test_a_training_layer(activation):
     """Against torch's gate behind the same GEMM; autograd saves z alone, and every run has the same bits."""
-    layer = GatedBsrLinear(256, 1024, blocksize=(128, 128), density=0.5, activation=activation, device="cuda")
-    layer, x = layer.bfloat16(), normal(300, 256, device="cuda").requires_grad_()
+    layer = GatedBsrLinear(
+        256, 1024, blocksize=(128, 128), density=0.5, activation=activation, device="cuda", dtype=BF16
+    )
+    x = normal(300, 256, device="cuda").requires_grad_()
     dh = normal(300, 512, device="cuda")
     inputs = (x, *layer.parameters())
     saved = []
