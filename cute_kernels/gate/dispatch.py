@@ -18,7 +18,7 @@ from ..dtypes import NAMES, OPERANDS
 from ..functions import ACTIVATIONS
 from ..reference import GATE
 from ..runtime import front
-from ..runtime.device import assumed, collected, device_arch, plans_kernel
+from ..runtime.device import assumed, collected, device_arch
 from ..runtime.families import function_for, unsupported
 from ..runtime.torch_compat import increment_version
 from . import family  # noqa: F401 (importing it registers the family)
@@ -125,21 +125,25 @@ def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
     check_no_grad(op, z, h, dz)
 
 
-def _function(activation: str | None, gradient: bool, z: Tensor, *others: Tensor) -> Callable | None:
-    """The kernel's function for these tensors; None if torch must compute them."""
-    if torch.compiler.is_compiling() or not all(map(_plain, (z, *others))):
+def _function(activation: str | None, gradient: bool, *tensors: Tensor) -> Callable | None:
+    """The kernel's function for z and other tensors; None if torch must compute them."""
+    if torch.compiler.is_compiling():  # before anything that Dynamo cannot trace
         return None
-    if z.dtype not in OPERANDS or z.dim() == 0 or z.shape[-1] % (2 * GATE) or not plans_kernel(z.device):
+    z, planned = tensors[0], assumed() is not None
+    if not (z.is_cuda or planned):
         return None
-    find = _kernel if assumed() is None else _kernel.__wrapped__
+    # Where kernels are only collected, tensors are fake.
+    if collected() is None and (front.hidden() or not all(map(_readable, tensors))):
+        return None
+    if z.dtype not in OPERANDS or z.dim() == 0 or z.shape[-1] % (2 * GATE):
+        return None
+    find = _kernel.__wrapped__ if planned else _kernel
     return find(activation, gradient, z.dtype, z.get_device())
 
 
-def _plain(t: Tensor) -> bool:
-    """True if a kernel may read the tensor's memory."""
-    if collected() is not None:  # fake tensors, and no kernel runs
-        return True
-    if type(t) not in (Tensor, Parameter) or front.hidden() or not front.readable(t) or t.is_neg():
+def _readable(t: Tensor) -> bool:
+    """True if a kernel may read the tensor's memory, and it is contiguous, aligned and not empty."""
+    if type(t) not in (Tensor, Parameter) or not front.readable(t) or t.is_neg():
         return False
     return t.is_contiguous() and t.numel() > 0 and not t.data_ptr() & 15
 
