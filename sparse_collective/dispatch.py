@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels import checks, reference
 from cute_kernels.dtypes import FLOAT8
+from cute_kernels.gate.dispatch import gate
 from cute_kernels.matmul.plan import Plan, viewed
 from cute_kernels.matmul.precision import rounded
 from cute_kernels.operand import flatten_batch
@@ -146,11 +147,11 @@ def _ordered(plan: Plan) -> tuple:
 
 
 def _without_kernel(plan: Plan, args: BsrArgs, with_z: bool):
-    """CPU tensors multiply the stored blocks by torch, a gate without a kernel is torch's; an empty result needs
-    nothing at all."""
+    """CPU tensors multiply the stored blocks by torch, a gate that is not fused follows a plain GEMM; an empty result
+    needs nothing at all."""
     W, b, bias, out, expert_ids = args.W, args.b, args.bias, args.out, args.expert_ids
     if plan.unfused:
-        y = _gate_by_torch(plan, args)
+        y = _gate_apart(plan, args)
         return y.to(plan.out_dtype) if out is None else out.copy_(y)
     if plan.empty:
         return (plan.new_out(), plan.new_out()) if with_z else plan.new_out() if out is None else out
@@ -182,11 +183,11 @@ def _without_kernel(plan: Plan, args: BsrArgs, with_z: bool):
     return reference.finish(acc, args, plan.out_dtype, with_z)
 
 
-def _gate_by_torch(plan: Plan, args: BsrArgs):
-    """The gate applied to an unfused GEMM: computed in FP32 for FP8, otherwise in W's dtype."""
+def _gate_apart(plan: Plan, args: BsrArgs):
+    """The gate of a plain GEMM's result, which has W's dtype; of FP8 operands torch computes it in FP32."""
     plain = BsrArgs("bsr_linear", args.W, args.b)
     if args.W.dtype not in FLOAT8:
-        return reference.gate(call(plain), args.activation)
+        return gate(call(plain), args.activation)
     return reference.gate_of_rounded(
         call(plain._replace(scale_b=args.scale_b, out_dtype=plan.out_dtype)), args.activation
     )

@@ -16,9 +16,10 @@ from cute_kernels.checks import check_no_grad, narrow, scaled, watched
 from cute_kernels.dtypes import FLOAT8
 from cute_kernels.explain import explains
 from cute_kernels.fp8.quantized import Quantized, unpacked
+from cute_kernels.gate.dispatch import gate
 from cute_kernels.matmul.epilogue.terms import check_activation, epilogue_program, new_amax
 from cute_kernels.matmul.precision import check_precision
-from cute_kernels.reference import GATE, gate
+from cute_kernels.reference import GATE
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden, undisturbed
 
@@ -227,8 +228,8 @@ def bsr_gated_linear(
         (..., H), `out` if it was passed.
 
     On Hopper, a BsrMatrix with blocks of 128 rows and more runs one kernel if no gradient is required; the halves are
-    never stored. Otherwise torch computes the gate from bsr_linear's result, rounded to W's dtype; `explain` reports
-    it. So results with and without gradients may differ in their last bits, also in a reentrant checkpoint.
+    never stored. Otherwise the gate is computed from bsr_linear's result, rounded to W's dtype; `explain` reports it.
+    So results with and without gradients may differ in their last bits, also in a reentrant checkpoint.
     nn.GatedBsrLinear and SwiGLU in training mode compute both as with gradients.
 
     With FP8 operands both halves are rounded to the result's dtype before the gate, which is computed in FP32, as

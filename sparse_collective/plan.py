@@ -246,7 +246,7 @@ def _plan_kernel(plan: Plan, args: BsrArgs, spec, chained: bool, interleaved: bo
         plain = args._replace(op="bsr_linear", activation=None, out=None)
         plan_bsr(plain._replace(out_dtype=plan.out_dtype if W.dtype in FLOAT8 else None))  # or it raises
         plan.unfused = True
-        plan.notes.append(f"not fused: torch computes the gate of a plain product ({reason})")
+        plan.notes.append(f"not fused: the gate follows a plain GEMM ({reason})")
         return
     if plan.facts.gate_apart:
         plan.notes.append(f"gate: both halves are rounded to {plan.out_dtype} before it, as the plain product's are")

@@ -341,6 +341,14 @@ def of_expert_rows(path: str) -> None:
     routed.test_results_and_gradients(DEVICE, "choices elsewhere", torch.bfloat16)
 
 
+def of_gates(path: str) -> None:
+    """The gate of a layer in training and its gradient, whose last CTA is partial."""
+    from .cute_kernels import test_gate
+
+    for rows in (1, 37):
+        test_gate.test_against_fp64(DEVICE, torch.bfloat16, "gelu", (rows, 384))
+
+
 def of_block_selection(path: str) -> None:
     """Scores of an indexer by kernels, and the top k of ragged rows by warps and by CTAs, compacted and not."""
     from .attention import test_top_blocks as tops
@@ -426,6 +434,7 @@ HOPPER = {  # kernels that the cost model does not choose for products as small 
     "tables of selected blocks": of_selected_tables,  # likewise
     "sharded masks": of_sharded_masks,  # likewise
     "expert rows": of_expert_rows,  # likewise
+    "gates": of_gates,  # likewise
     "FP8 attention": of_float8_attention,
     "attention, gathered blocks": of_gathered_blocks,
     "attention, gradients of gathered blocks": of_gathered_gradients,

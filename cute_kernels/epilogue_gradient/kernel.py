@@ -14,13 +14,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute import make_ptr
-from cutlass.cute.nvgpu import CopyUniversalOp
-from cutlass.cute.typing import AddressSpace
 
 from ..dtypes import cutlass_dtype
+from ..tile.vectors import VECTOR, load, store, widened
 from ..traced.lower import lower
-from .config import COLUMNS, UNROLL, VECTOR, WARPS
+from .config import COLUMNS, UNROLL, WARPS
 
 WARP = 32
 
@@ -65,49 +63,23 @@ class EpilogueGradient:
         for group in cutlass.range(part, cute.ceil_div(rows, WARPS * UNROLL), parts, unroll=1):
             first = group * (WARPS * UNROLL) + warp
             places = [Int64(cutlass.min(first + u * WARPS, rows - 1)) * cols + at for u in range(UNROLL)]
-            loaded = [(self.load(dy, place), self.load(z, place)) for place in places]
+            loaded = [(load(dy, place), load(z, place)) for place in places]
             for u in range_constexpr(UNROLL):
                 if first + u * WARPS < rows and inside:
                     self.multiply(*loaded[u], dz, places[u], sums)
         if const_expr(self.facts.sums):
             self.store_sums(sums, partial, warp, tile, part)
 
-    def vector(self, t: cute.Tensor, place: Int64) -> cute.Tensor:
-        """VECTOR elements, 16 bytes, from element number `place` on."""
-        pointer = make_ptr(self.dtype, t.iterator.toint() + place * (self.dtype.width // 8), AddressSpace.gmem,
-                           assumed_align=16)  # fmt: skip
-        return cute.make_tensor(pointer, VECTOR)
-
-    def atom(self) -> cute.CopyAtom:
-        return cute.make_copy_atom(CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-
-    def load(self, t: cute.Tensor, place: Int64) -> cute.Tensor:
-        values = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.copy(self.atom(), self.vector(t, place), values)
-        return values
-
     @cute.jit
     def multiply(self, dy: cute.Tensor, z: cute.Tensor, dz: cute.Tensor, place: Int64, sums: cute.Tensor):
         """One lane's part of a row: stored, and added to its sums."""
         found = cute.make_rmem_tensor(VECTOR, self.dtype)
-        dy, z = self.widened(dy), self.widened(z)
+        dy, z = widened(dy), widened(z)
         for v in range_constexpr(VECTOR):
             value = lower(self.facts.derivative, [z[v]]).to(Float32) * dy[v]
             sums[v] = sums[v] + value
             found[v] = value.to(self.dtype)
-        cute.copy(self.atom(), found, self.vector(dz, place))
-
-    def widened(self, values: cute.Tensor) -> list:
-        """In fp32. A bfloat16 is the upper half of one, so that each takes one instruction on a pair of them."""
-        if self.dtype is not cutlass.BFloat16:
-            return [values[v].to(Float32) for v in range(VECTOR)]
-        pairs = cute.recast_tensor(values, Int32)
-        bits = cute.make_rmem_tensor(VECTOR, Int32)
-        for v in range(0, VECTOR, 2):
-            bits[v] = pairs[v // 2] << 16
-            bits[v + 1] = pairs[v // 2] & -65536
-        floats = cute.recast_tensor(bits, Float32)
-        return [floats[v] for v in range(VECTOR)]
+        store(found, dz, place)
 
     @cute.jit
     def store_sums(self, sums: cute.Tensor, partial: cute.Tensor, warp: Int32, tile: Int32, part: Int32):

@@ -28,7 +28,7 @@ class Plan(CallPlan):
     family: Any = None  # of a block-sparse GEMM's kernel
     tiles: Any = ()  # with more work tiles than workers: sparse_collective.bsr_gemm.tile_order's Tiles, to order them
     split_blocks: bool = False  # block-sparse GEMM: True if values are multiplied in three parts, see precision
-    unfused: bool = False  # gated GEMM: True if torch computes the gate of a plain GEMM
+    unfused: bool = False  # gated GEMM: True if the gate follows a plain GEMM
     ordered: tuple | None = None  # (function with an order of work tiles, tiles, CTAs), made when first needed
 
     def instead(self) -> str:

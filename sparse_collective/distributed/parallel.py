@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.functions import ACTIVATIONS
-from cute_kernels.reference import gate
+from cute_kernels.gate.dispatch import gate
 from cute_kernels.runtime import front
 from cute_kernels.runtime.torch_compat import has_global_module_hook, is_dtensor
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from cute_kernels.annotations import Activation
-from cute_kernels.reference import GATE, gate
+from cute_kernels.gate.dispatch import gate
+from cute_kernels.reference import GATE
 
 from ..bsr import BsrMatrix
 from ..ops import bsr_gated_linear, bsr_linear, interleaved

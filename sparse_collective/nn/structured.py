@@ -9,7 +9,7 @@ from cute_kernels import gemm
 from cute_kernels.annotations import Activation
 from cute_kernels.checks import watched
 from cute_kernels.dtypes import FLOAT8
-from cute_kernels.reference import gate
+from cute_kernels.gate.dispatch import gate
 from cute_kernels.runtime.autocast import autocast_dtype
 from cute_kernels.sparse24.format import (
     KEPT,

@@ -186,7 +186,7 @@ def test_torch_s_functions():
     assert torch.equal(double, 2.0 * bsr_linear(x, V))
 
 
-def test_a_gate_is_torch_s():
+def test_a_gate_follows_the_gemm():
     V, x = sparse(block=(128, 64)), normal(24, 320)
     assert torch.equal(bsr_gated_linear(x, V), bsr_gated_linear(x, V.to_bsr()))
     assert "not fused" in str(explain(bsr_gated_linear, x, V, arch="sm_90"))

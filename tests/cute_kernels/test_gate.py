@@ -1,0 +1,216 @@
+"""The gate of a layer in training and its gradient: the kernels, and torch in calls that these do not support."""
+
+import pytest
+import torch
+
+from cute_kernels import explain, reference
+from cute_kernels.functions import ACTIVATIONS
+from cute_kernels.gate import dispatch
+from cute_kernels.gate.dispatch import gate, gate_gradient_into, gate_into
+from cute_kernels.testing.reference import normal, poisoned
+from sparse_collective import bsr_linear
+from sparse_collective.nn import GatedBsrLinear
+
+from ..emulator.ops import needs_compiler, on_emulator
+
+BF16 = torch.bfloat16
+NAMES = (None, *ACTIVATIONS)
+DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def of(z, dh, activation):
+    """h and dz by torch's operations, in the dtype of the tensors."""
+    z = z.detach().requires_grad_()
+    h = reference.gate(z, activation)
+    return h.detach(), *torch.autograd.grad(h, z, dh)
+
+
+def check(z, dh, activation):
+    """Compare with FP64: errors are half a step of the result's dtype, or at most those of torch's operations."""
+    h, dz = gate(z.requires_grad_(), activation), poisoned(*z.shape, dtype=z.dtype, device=z.device)
+    gradient = torch.autograd.grad(h, z, dh)[0]
+    z, out = z.detach(), poisoned(*h.shape, dtype=h.dtype, device=h.device)
+    gate_into(z, activation, out)
+    gate_gradient_into(z, dh, activation, dz)
+    assert torch.equal(out, h) and torch.equal(dz, gradient)
+    assert h.shape == dh.shape and h.dtype is z.dtype and h.is_contiguous() and dz.is_contiguous()
+    exact, by_torch = of(z.double(), dh.double(), activation), of(z, dh, activation)
+    step, of_fp32 = torch.finfo(z.dtype).eps, 5e-6 * (z.abs().amax() * (1 + dh.abs().amax())).double()
+    for found, truth, other in zip((h, dz), exact, by_torch, strict=True):
+        error, allowed = ((t.double() - truth).abs() for t in (found, other))
+        assert ((error <= 0.501 * step * truth.abs() + of_fp32) | (error <= allowed)).all()
+    return h, dz
+
+
+@PLACES
+@DTYPES
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("shape", [(64, 256), (1, 128), (3, 37, 384), (333, 1152), (128,)], ids=str)
+def test_against_fp64(place, dtype, activation, shape):
+    z = normal(*shape, device=place, dtype=dtype) * 3
+    check(z, normal(*shape[:-1], shape[-1] // 2, device=place, dtype=dtype), activation)
+
+
+@needs_compiler
+@DTYPES
+@pytest.mark.parametrize("activation", NAMES)
+def test_on_the_emulator(activation, dtype):
+    """Whole CTAs and a last one of which some threads have one vector, and some none."""
+    z, dh = normal(27, 3 * 128, dtype=dtype) * 3, normal(27, 3 * 64, dtype=dtype)
+    with on_emulator("sm_90"):
+        h, dz = check(z, dh, activation)
+    same = torch.equal(h, reference.gate(z, activation))  # rounds the activation, too
+    assert same is (activation in (None, "relu"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(1, 128), (128,), (1, 1, 128), (2, 1, 128), (2, 3, 256)], ids=str)
+def test_shapes_and_strides_on_the_emulator(shape):
+    z = normal(*shape[:-1], shape[-1] + (4 if shape[-2:] == (1, 128) and shape[0] == 1 else 0))[..., : shape[-1]]
+    dh = normal(*shape[:-1], 1).expand(*shape[:-1], shape[-1] // 2)  # as of a sum
+    with on_emulator("sm_90"):
+        h = gate(z.requires_grad_(), "silu")
+        (dz,) = torch.autograd.grad(h, z, dh)
+    for found, wanted in zip((h, dz), of(z, dh, "silu"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", NAMES)
+def test_nan_and_infinity(activation):
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -1.0, 100.0, -100.0], dtype=BF16)
+    g, u = (t.reshape(64) for t in torch.meshgrid(values, values, indexing="ij"))
+    z, dh = torch.cat([g, u])[None], torch.ones(1, 64, dtype=BF16)
+    with on_emulator("sm_90"):
+        h, out = gate(z, activation), torch.empty_like(z)
+        gate_gradient_into(z, dh, activation, out)
+    wanted, gradient = of(z, dh, activation)
+    assert torch.equal(h.isnan(), wanted.isnan()) and torch.equal(h.isinf(), wanted.isinf())
+    finite = z.isfinite().view(2, 64).all(0).repeat(2)[None]
+    assert torch.equal(out.isfinite()[finite], gradient.isfinite()[finite])
+    assert not (gradient.isnan() & out.isfinite() & z.isnan()).any()
+
+
+def kernels_of(call, monkeypatch) -> list:
+    """Facts of the kernels that a call asks for on an emulated GPU."""
+    found, find = [], dispatch._kernel.__wrapped__
+
+    def noted(*key):
+        found.append(key)
+        return find(*key)
+
+    with on_emulator("sm_90"), monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_kernel", noted)
+        noted.__wrapped__ = noted
+        call()
+    return found
+
+
+@needs_compiler
+def test_what_torch_computes(monkeypatch):
+    z, h = normal(4, 256), torch.empty(4, 128, dtype=BF16)
+    others = {
+        "float32": z.float(), "float64": z.double(), "strides": z.t().contiguous().t(), "no rows": z[:0],
+        "address": normal(4 * 256 + 1)[1:].view(4, 256), "sliced": normal(4, 512)[:, :256],
+        "subclass": z.as_subclass(type("Own", (torch.Tensor,), {})),
+    }  # fmt: skip
+    for name, t in others.items():
+        wanted = reference.gate(t, "silu")
+
+        def call(t=t, wanted=wanted, name=name):
+            assert torch.equal(gate(t, "silu"), wanted), name
+            gate_into(t, "silu", out := torch.empty_like(wanted))
+            assert torch.equal(out, wanted), name
+
+        assert not kernels_of(call, monkeypatch), name
+    assert not kernels_of(lambda: gate_into(z, None, h.t().contiguous().t()), monkeypatch)
+    assert not kernels_of(lambda: torch.func.vmap(lambda z: gate(z, "silu"))(z[None]), monkeypatch)
+    assert not kernels_of(lambda: torch.func.grad(lambda z: gate(z, "silu").float().sum())(z), monkeypatch)
+    assert len(kernels_of(lambda: gate(z, "silu"), monkeypatch)) == 1
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_calls_trace_torch(grad):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda z: gate(z, "silu"), fullgraph=True, backend=backend)
+    z = normal(4, 256).requires_grad_(grad)
+    assert torch.equal(run(z), reference.gate(z, "silu"))
+    assert any("silu" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", NAMES)
+def test_second_derivatives(activation):
+    """Also of batched gradients: torch's operations, behind a forward pass of the kernel."""
+    z, dh, v = (normal(*shape).float() for shape in ((3, 128), (3, 64), (3, 128)))
+
+    def twice(gate, z, dh):
+        z, dh = (t.clone().requires_grad_() for t in (z, dh))
+        (dz,) = torch.autograd.grad(gate(z, activation), z, dh, create_graph=True)
+        return *torch.autograd.grad((dz * v.to(z.dtype)).sum(), (z, dh), allow_unused=True), dz.detach()
+
+    low = z.bfloat16(), dh.bfloat16()
+    with on_emulator("sm_90"):
+        found = twice(gate, *low)
+        t = low[0].clone().requires_grad_()
+        h = gate(t, activation)
+        batched = torch.autograd.grad(h, t, torch.stack([low[1]] * 2), is_grads_batched=True)[0]
+    for mine, torchs in zip(found, twice(reference.gate, *low), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(batched[1], of(*low, activation)[1])
+
+
+def test_errors():
+    z, dh, dz = normal(4, 256), normal(4, 128), normal(4, 256)
+    with pytest.raises(
+        ValueError, match=r"gate_into: z is \(4, 96\); it must be \(\.\.\., 2 H\) with H a multiple of 64"
+    ):
+        gate_into(normal(4, 96), "silu", normal(4, 48))
+    with pytest.raises(ValueError, match=r"a tensor of shape \(4, 128\), .*must be \(4, 256\)"):
+        gate_gradient_into(z, dh, "silu", dh)
+    with pytest.raises(TypeError, match="gate_into: a tensor .* torch.float32"):
+        gate_into(z, "silu", dh.float())
+    with pytest.raises(RuntimeError, match="gate_gradient_into does not compute gradients"):
+        gate_gradient_into(z, dh.requires_grad_(), "silu", dz)
+    with pytest.raises(KeyError, match="tanh"):
+        gate(z, "tanh")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_of_a_training_step(arch):
+    layer = GatedBsrLinear(128, 512, blocksize=(128, 128), density=0.5, dtype=BF16)
+    plan = explain(layer, normal(64, 128), arch=arch, backward=True)
+    names = [
+        [(facts.family, getattr(facts, "gradient", None)) for facts in part] for part in (plan.forward, plan.backward)
+    ]
+    assert names == [[("bsr", None), ("gate", False)], [("gate", True), ("sampled", None)]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", NAMES)
+def test_a_training_layer(activation):
+    """Against torch's gate behind the same GEMM; autograd saves z alone, and every run has the same bits."""
+    layer = GatedBsrLinear(
+        256, 1024, blocksize=(128, 128), density=0.5, activation=activation, device="cuda", dtype=BF16
+    )
+    x = normal(300, 256, device="cuda").requires_grad_()
+    dh = normal(300, 512, device="cuda")
+    inputs = (x, *layer.parameters())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        h = layer(x)
+    assert saved.count((300, 1024)) == 1 and (300, 512) not in saved
+    found = torch.autograd.grad(h, inputs, dh)
+    again = layer(x)
+    assert torch.equal(again, h)
+    assert all(map(torch.equal, found, torch.autograd.grad(again, inputs, dh)))
+    wanted = reference.gate(bsr_linear(x, layer.weight), activation)
+    for mine, torchs in zip((h, *found), (wanted, *torch.autograd.grad(wanted, inputs, dh)), strict=True):
+        assert (mine.double() - torchs.double()).norm() <= 0.01 * torchs.double().norm()
