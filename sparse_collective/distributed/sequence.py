@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels.functions import ACTIVATIONS
-from cute_kernels.reference import GATE
+from cute_kernels.gate.dispatch import gate_gradient_into, gate_into
 from cute_kernels.runtime.transforms import differentiable_once
 
 from ..bsr import BsrMatrix
@@ -21,13 +20,6 @@ from .overlap import Exchange, linear_into, linear_into_each
 __all__ = ["FeedForward", "GatherLinear", "LinearScatter", "feed_forward", "gathered_result"]
 
 LINEAR = "bsr_linear"
-aten = torch.ops.aten
-GRADIENTS: dict[str, Callable] = {  # of activations: (gradient of the result, input, grad_input=written)
-    "relu": partial(aten.threshold_backward.grad_input, threshold=0),
-    "gelu": aten.gelu_backward.grad_input,
-    "gelu_tanh": partial(aten.gelu_backward.grad_input, approximate="tanh"),
-    "silu": aten.silu_backward.grad_input,
-}
 
 
 def gathered_result(x: Tensor, group: Any, columns: int, into: Callable[[Tensor, Tensor], Any]) -> Tensor:
@@ -119,8 +111,7 @@ class FeedForward(torch.autograd.Function):
 
         def first(part: Tensor, rows: slice) -> None:
             linear_into(W, part, z[rows], bias)
-            g, u = halves(z[rows])
-            torch.mul(g if activation is None else ACTIVATIONS[activation](g), u, out=h[rows].unflatten(-1, (-1, GATE)))
+            gate_into(z[rows], activation, h[rows])
 
         second = partial(linear_into_each, down, h)
         Exchange(x, first, gathered=xs, second=second, y=y).run(group)
@@ -141,7 +132,7 @@ class FeedForward(torch.autograd.Function):
         def first(part: Tensor, rows: slice) -> None:
             dh = h.new_empty(len(part), h.shape[1])
             linear_into(turned, part, dh)
-            gate_gradient(z[rows], dh, ctx.activation, dz[rows])
+            gate_gradient_into(z[rows], dh, ctx.activation, dz[rows])
 
         def values() -> None:
             nonlocal dvalues, ddown
@@ -152,18 +143,3 @@ class FeedForward(torch.autograd.Function):
         Exchange(dy, first, gathered=dys, meanwhile=values, **second).run(ctx.group)
         dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx if needs_x else None, dvalues, dbias, ddown, None, None, None, None
-
-
-def halves(z: Tensor) -> tuple[Tensor, ...]:
-    """Gate and up (..., H / 64, 64) of z (..., 2 H), whose columns alternate."""
-    return z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
-
-
-def gate_gradient(z: Tensor, dh: Tensor, activation: str | None, dz: Tensor) -> None:
-    """Write to dz the gradient of z, where dh is that of gate(z, activation)."""
-    (g, u), (dg, du), dh = halves(z), halves(dz), dh.unflatten(-1, (-1, GATE))
-    torch.mul(dh, g if activation is None else ACTIVATIONS[activation](g), out=du)
-    if activation is None:
-        torch.mul(dh, u, out=dg)
-    else:
-        GRADIENTS[activation](dh * u, g, grad_input=dg)

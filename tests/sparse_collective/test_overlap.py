@@ -16,12 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cute_kernels.functions import ACTIVATIONS
-from cute_kernels.reference import gate
 from cute_kernels.runtime import links, peers
 from sparse_collective.distributed import overlap
 from sparse_collective.distributed.overlap import Exchange
-from sparse_collective.distributed.sequence import gate_gradient
 
 SECONDS = 20
 BEFORE = 64  # bytes of an allocation before its buffer
@@ -260,15 +257,3 @@ def test_calls_after_memory_that_cannot_be_mapped(monkeypatch):
                 Exchange(torch.ones(16, 8), lambda part, rows: None).push(memory, link)
 
     cluster.run(rank_of)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_gate_gradient(activation, dtype):
-    """Bitwise equal to autograd's."""
-    z, dh = torch.randn(5, 256, dtype=dtype, requires_grad=True), torch.randn(5, 128, dtype=dtype)
-    (expected,) = torch.autograd.grad(gate(z, activation), z, dh)
-    dz = torch.full_like(z, torch.nan)
-    with torch.no_grad():
-        gate_gradient(z, dh, activation, dz)
-    assert torch.equal(dz, expected)
