@@ -1,8 +1,8 @@
 """The gate of a layer in training, and its gradient: by kernels, or by torch in calls that these do not support.
 
-A kernel takes plain, contiguous BF16 and FP16 tensors of a GPU in an eager call, at addresses that are multiples of 16
-bytes. torch.compile, transforms of torch.func, dispatch modes, subclasses and second derivatives have torch's
-operations. The kernels compute in FP32 and round once; torch rounds each operation's result.
+A kernel takes plain, contiguous BF16 and FP16 tensors of a GPU, at addresses that are multiples of 16 bytes.
+torch.compile traces an op for these. Transforms of torch.func, dispatch modes, subclasses and second derivatives have
+torch's operations. The kernels compute in FP32 and round once; torch rounds each operation's result.
 """
 
 import functools
@@ -14,13 +14,16 @@ from torch.nn import Parameter
 
 from .. import reference
 from ..checks import check_no_grad
-from ..dtypes import NAMES, OPERANDS
+from ..dtypes import NAMES, OPERANDS, accumulator
+from ..epilogue_gradient.dispatch import derivative_of
 from ..functions import ACTIVATIONS
 from ..reference import GATE
-from ..runtime import front
+from ..runtime import front, library
 from ..runtime.device import assumed, collected, device_arch
 from ..runtime.families import function_for, unsupported
 from ..runtime.torch_compat import increment_version
+from ..traced.derivative import followed_by
+from ..traced.evaluate import evaluate
 from . import family  # noqa: F401 (importing it registers the family)
 from .config import GateFacts
 
@@ -30,6 +33,9 @@ def gate(z: Tensor, activation: str | None) -> Tensor:
 
     Autograd saves z alone.
     """
+    if torch.compiler.is_compiling():
+        traced = torch.ops.cute_kernels.gate if _traces(z) else reference.gate
+        return traced(z, activation)
     function = _function(activation, False, z)
     if function is None:
         return reference.gate(z, activation)
@@ -79,16 +85,13 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         (z,) = ctx.saved_tensors
-        function, again = None, torch.is_grad_enabled()
-        if not again:
-            if front.readable(dh) and (not dh.is_contiguous() or dh.data_ptr() & 15):
-                dh = dh.clone(memory_format=torch.contiguous_format)
-            function = _function(ctx.activation, True, z, dh)
-        if function is None:
-            return _gradient_by_torch(z, dh, ctx.activation, again), None, None
-        dz = torch.empty_like(z)
-        function(_matrix(z), _matrix(dh), _matrix(dz))
-        return dz, None, None
+        again = torch.is_grad_enabled()
+        if not again and (front.readable(dh) or collected() is not None):
+            return _gradient(z, dh, ctx.activation), None, None
+        with torch.enable_grad():  # by torch's operations, which are differentiable again and have batching rules
+            z = z if again else z.detach().requires_grad_()
+            h = reference.gate(z, ctx.activation)
+            return torch.autograd.grad(h, z, dh, create_graph=again)[0], None, None
 
 
 _apply = super(torch.autograd.Function, _Gate).apply  # without torch.func's part, some 3 us a call
@@ -100,16 +103,31 @@ def _forward(z: Tensor, function: Callable) -> Tensor:
     return h
 
 
+def _gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    if front.readable(dh) and (not dh.is_contiguous() or dh.data_ptr() & 15):
+        dh = dh.clone(memory_format=torch.contiguous_format)
+    function = _function(activation, True, z, dh)
+    if function is None:
+        return _gradient_by_torch(z, dh, activation)
+    dz = torch.empty_like(z)
+    function(_matrix(z), _matrix(dh), _matrix(dz))
+    return dz
+
+
 def _matrix(t: Tensor) -> Tensor:
     """(rows, columns); a contiguous tensor may have any stride along a dimension of one row, hence the first view."""
     return t if t.dim() == 2 and t.shape[0] > 1 else t.view(-1).view(-1, t.shape[-1])
 
 
-def _gradient_by_torch(z: Tensor, dh: Tensor, activation: str | None, again: bool = False) -> Tensor:
-    """The gradient of z. again: it is differentiable itself."""
-    with torch.enable_grad():
-        z = z if again else z.detach().requires_grad_()
-        return torch.autograd.grad(reference.gate(z, activation), z, dh, create_graph=again)[0]
+def _gradient_by_torch(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    """The gradient of z, computed as the kernels do; without autograd, which is off in a registered op."""
+    wide = accumulator(z.dtype)
+    g, u = z.to(wide).unflatten(-1, (-1, 2, GATE)).unbind(-2)
+    dh = dh.to(wide).unflatten(-1, (-1, GATE))
+    slope, value = (
+        evaluate(program, [g]) for program in (derivative_of(activation, None), followed_by(activation, None))
+    )
+    return torch.stack([slope * (dh * u), value * dh], -2).flatten(-3).to(z.dtype)
 
 
 def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
@@ -123,6 +141,11 @@ def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
                 f"be {tuple(expected)}, {z.dtype} on {z.device}"
             )
     check_no_grad(op, z, h, dz)
+
+
+def _traces(z: Tensor) -> bool:
+    """True if torch.compile traces the op for z, and not torch's operations."""
+    return type(z) in (Tensor, Parameter) and z.is_cuda and z.dtype in OPERANDS and z.shape[-1] % (2 * GATE) == 0
 
 
 def _function(activation: str | None, gradient: bool, *tensors: Tensor) -> Callable | None:
@@ -157,3 +180,35 @@ def _kernel(activation: str | None, gradient: bool, dtype: torch.dtype, index: i
         return None
     facts = GateFacts(arch.target, NAMES[dtype], activation, gradient)
     return None if unsupported(facts) else function_for(facts)
+
+
+def _run(z: Tensor, activation: str | None) -> Tensor:
+    function = _function(activation, False, z)
+    return reference.gate(z, activation).contiguous() if function is None else _forward(z, function)
+
+
+def _run_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    return _gradient(z, dh, activation).contiguous()
+
+
+def _fake(z: Tensor, activation: str | None) -> Tensor:
+    return z.new_empty(*z.shape[:-1], z.shape[-1] // 2)
+
+
+def _fake_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    return torch.empty_like(z, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    z, ctx.activation = inputs
+    ctx.save_for_backward(z)
+
+
+def _backward(ctx, dh: Tensor) -> tuple:
+    return torch.ops.cute_kernels.gate_gradient(ctx.saved_tensors[0], dh, ctx.activation), None
+
+
+library.define("cute_kernels::gate", "(Tensor z, str? activation) -> Tensor", _run, _fake, (_setup_context, _backward))
+library.define(
+    "cute_kernels::gate_gradient", "(Tensor z, Tensor dh, str? activation) -> Tensor", _run_gradient, _fake_gradient
+)
