@@ -67,7 +67,7 @@ def call(
     values: all fields of BsrArgs, with a Program as epilogue.
     chained: True if the kernel launched right before is a primary kernel that writes b and its scales
         (cute_kernels/tile/dependent_launch.py).
-    fused: None in the place of a gate that torch would compute.
+    fused: True returns None if the gate is not fused into the GEMM.
     interleaved: True if tiles of all items of b come in turn, so that all items of the result are written all the time.
         Kernels without an order of tiles, those of small blocks, go from item to item all the same.
     """
@@ -184,7 +184,7 @@ def _without_kernel(plan: Plan, args: BsrArgs, with_z: bool):
 
 
 def _gate_apart(plan: Plan, args: BsrArgs):
-    """The gate of a plain GEMM's result, which has W's dtype; of FP8 operands torch computes it in FP32."""
+    """The gate of a plain GEMM's result, which has W's dtype. For FP8 operands torch computes it in FP32."""
     plain = BsrArgs("bsr_linear", args.W, args.b)
     if args.W.dtype not in FLOAT8:
         return gate(call(plain), args.activation)

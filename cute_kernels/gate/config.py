@@ -1,4 +1,4 @@
-"""Facts that a gate's kernel is compiled from."""
+"""Traits of the gate kernels."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,8 +1,9 @@
 """The gate of a layer in training, and its gradient: by kernels, or by torch in calls that these do not support.
 
-A kernel takes plain, contiguous BF16 and FP16 tensors of a GPU, at addresses that are multiples of 16 bytes.
-torch.compile traces an op for these. Transforms of torch.func, dispatch modes, subclasses and second derivatives have
-torch's operations. The kernels compute in FP32 and round once; torch rounds each operation's result.
+A kernel takes plain, contiguous BF16 and FP16 tensors of a GPU, at addresses that are multiples of 16 bytes. For these
+torch.compile traces a registered op, and dispatch modes see it. Transforms of torch.func, forward-mode AD, subclasses
+and second derivatives have torch's operations. The kernels compute in FP32 and round once; torch rounds each
+operation's result.
 """
 
 import functools
@@ -21,7 +22,8 @@ from ..reference import GATE
 from ..runtime import front, library
 from ..runtime.device import assumed, collected, device_arch
 from ..runtime.families import function_for, unsupported
-from ..runtime.torch_compat import increment_version
+from ..runtime.torch_compat import dispatch_modes, forward_ad, functorch_active, increment_version, is_tracing
+from ..runtime.transforms import differentiable_once
 from ..traced.derivative import followed_by
 from ..traced.evaluate import evaluate
 from . import family  # noqa: F401 (importing it registers the family)
@@ -33,12 +35,10 @@ def gate(z: Tensor, activation: str | None) -> Tensor:
 
     Autograd saves z alone.
     """
-    if torch.compiler.is_compiling():
-        traced = torch.ops.cute_kernels.gate if _traces(z) else reference.gate
-        return traced(z, activation)
     function = _function(activation, False, z)
     if function is None:
-        return reference.gate(z, activation)
+        compute = torch.ops.cute_kernels.gate if _takes_op(z) else reference.gate
+        return compute(z, activation)
     if z.requires_grad and torch.is_grad_enabled():
         return _apply(z, activation, function)
     return _forward(z, function)
@@ -85,13 +85,15 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dh):
         (z,) = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        if not again and (front.readable(dh) or collected() is not None):
+        create_graph = torch.is_grad_enabled()
+        if torch.compiler.is_compiling() and not create_graph:  # by compiled autograd
+            return torch.ops.cute_kernels.gate_gradient(z, dh, ctx.activation), None, None
+        if not create_graph and (front.readable(dh) or collected() is not None):
             return _gradient(z, dh, ctx.activation), None, None
         with torch.enable_grad():  # by torch's operations, which are differentiable again and have batching rules
-            z = z if again else z.detach().requires_grad_()
+            z = z.view_as(z) if create_graph else z.detach().requires_grad_()  # a view has no hooks of z
             h = reference.gate(z, ctx.activation)
-            return torch.autograd.grad(h, z, dh, create_graph=again)[0], None, None
+            return torch.autograd.grad(h, z, dh, create_graph=create_graph)[0], None, None
 
 
 _apply = super(torch.autograd.Function, _Gate).apply  # without torch.func's part, some 3 us a call
@@ -143,8 +145,15 @@ def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
     check_no_grad(op, z, h, dz)
 
 
-def _traces(z: Tensor) -> bool:
-    """True if torch.compile traces the op for z, and not torch's operations."""
+def _takes_op(z: Tensor) -> bool:
+    """True if the registered op computes the gate: under torch.compile, and for dispatch modes."""
+    if functorch_active() or forward_ad._current_level >= 0 or not _on_gpu(z):
+        return False
+    return torch.compiler.is_compiling() or (dispatch_modes() > 0 and not is_tracing() and front.readable(z))
+
+
+def _on_gpu(z: Tensor) -> bool:
+    """True for a plain tensor on a GPU with a dtype and columns that kernels take."""
     return type(z) in (Tensor, Parameter) and z.is_cuda and z.dtype in OPERANDS and z.shape[-1] % (2 * GATE) == 0
 
 
@@ -152,15 +161,15 @@ def _function(activation: str | None, gradient: bool, *tensors: Tensor) -> Calla
     """The kernel's function for z and other tensors; None if torch must compute them."""
     if torch.compiler.is_compiling():  # before anything that Dynamo cannot trace
         return None
-    z, planned = tensors[0], assumed() is not None
-    if not (z.is_cuda or planned):
+    z, assumes_gpu = tensors[0], assumed() is not None
+    if not (z.is_cuda or assumes_gpu):
         return None
     # Where kernels are only collected, tensors are fake.
     if collected() is None and (front.hidden() or not all(map(_readable, tensors))):
         return None
     if z.dtype not in OPERANDS or z.dim() == 0 or z.shape[-1] % (2 * GATE):
         return None
-    find = _kernel.__wrapped__ if planned else _kernel
+    find = _kernel.__wrapped__ if assumes_gpu else _kernel
     return find(activation, gradient, z.dtype, z.get_device())
 
 
@@ -188,6 +197,7 @@ def _run(z: Tensor, activation: str | None) -> Tensor:
 
 
 def _run_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    _check_dh(z, dh)
     return _gradient(z, dh, activation).contiguous()
 
 
@@ -195,7 +205,14 @@ def _fake(z: Tensor, activation: str | None) -> Tensor:
     return z.new_empty(*z.shape[:-1], z.shape[-1] // 2)
 
 
+def _check_dh(z: Tensor, dh: Tensor) -> None:
+    """Raise RuntimeError for a dh that the op gate_gradient must not read."""
+    fits = dh.shape == (*z.shape[:-1], z.shape[-1] // 2) and dh.dtype is z.dtype and dh.device == z.device
+    torch._check(fits, lambda: f"gate_gradient: dh is {tuple(dh.shape)} {dh.dtype}, of z {tuple(z.shape)} {z.dtype}")
+
+
 def _fake_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
+    _check_dh(z, dh)
     return torch.empty_like(z, memory_format=torch.contiguous_format)
 
 
@@ -208,7 +225,21 @@ def _backward(ctx, dh: Tensor) -> tuple:
     return torch.ops.cute_kernels.gate_gradient(ctx.saved_tensors[0], dh, ctx.activation), None
 
 
+def _setup_gradient(ctx, inputs, output) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+@differentiable_once
+def _second_derivative(ctx, ddz: Tensor) -> tuple:
+    with torch.enable_grad():
+        z, dh = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        (dz,) = torch.autograd.grad(reference.gate(z, ctx.activation), z, dh, create_graph=True)
+    return *torch.autograd.grad(dz, (z, dh), ddz, allow_unused=True), None
+
+
 library.define("cute_kernels::gate", "(Tensor z, str? activation) -> Tensor", _run, _fake, (_setup_context, _backward))
 library.define(
-    "cute_kernels::gate_gradient", "(Tensor z, Tensor dh, str? activation) -> Tensor", _run_gradient, _fake_gradient
-)
+    "cute_kernels::gate_gradient", "(Tensor z, Tensor dh, str? activation) -> Tensor", _run_gradient, _fake_gradient,
+    (_setup_gradient, _second_derivative),
+)  # fmt: skip

@@ -4,6 +4,8 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels import explain, reference
 from cute_kernels.functions import ACTIVATIONS
@@ -21,7 +23,7 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def of(z, dh, activation):
+def gate_by_torch(z, dh, activation):
     """h and dz by torch's operations, in the dtype of the tensors."""
     z = z.detach().requires_grad_()
     h = reference.gate(z, activation)
@@ -38,11 +40,13 @@ def check(z, dh, activation):
     h, dz = gate(z.requires_grad_(), activation), poisoned(*z.shape, dtype=z.dtype, device=z.device)
     gradient = torch.autograd.grad(h, z, dh)[0]
     z, out = z.detach(), poisoned(*h.shape, dtype=h.dtype, device=h.device)
+    versions = out._version, dz._version
     gate_into(z, activation, out)
     gate_gradient_into(z, dh, activation, dz)
+    assert out._version > versions[0] and dz._version > versions[1]
     assert torch.equal(out, h) and (not has_kernel(z) or torch.equal(dz, gradient))
     assert h.shape == dh.shape and h.dtype is z.dtype and h.is_contiguous() and dz.is_contiguous()
-    exact, by_torch = of(z.double(), dh.double(), activation), of(z, dh, activation)
+    exact, by_torch = gate_by_torch(z.double(), dh.double(), activation), gate_by_torch(z, dh, activation)
     step, of_fp32 = torch.finfo(z.dtype).eps, 5e-6 * (z.abs().amax() * (1 + dh.abs().amax())).double()
     for i, found in ((0, h), (1, dz), (1, gradient)):
         error, allowed = ((t.double() - exact[i]).abs() for t in (found, by_torch[i]))
@@ -79,7 +83,7 @@ def test_shapes_and_strides_on_the_emulator(shape):
     with on_emulator("sm_90"):
         h = gate(z.requires_grad_(), "silu")
         (dz,) = torch.autograd.grad(h, z, dh)
-    for found, wanted in zip((h, dz), of(z, dh, "silu"), strict=True):
+    for found, wanted in zip((h, dz), gate_by_torch(z, dh, "silu"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
 
 
@@ -92,7 +96,7 @@ def test_nan_and_infinity(activation):
     with on_emulator("sm_90"):
         h, out = gate(z, activation), torch.empty_like(z)
         gate_gradient_into(z, dh, activation, out)
-    wanted, gradient = of(z, dh, activation)
+    wanted, gradient = gate_by_torch(z, dh, activation)
     assert torch.equal(h.isnan(), wanted.isnan()) and torch.equal(h.isinf(), wanted.isinf())
     finite = z.isfinite().view(2, 64).all(0).repeat(2)[None]
     assert torch.equal(out.isfinite()[finite], gradient.isfinite()[finite])
@@ -162,7 +166,7 @@ def test_compiled_calls_on_a_gpu(fake_gpu, monkeypatch):
         return make_boxed_func(graph)
 
     if fake_gpu:
-        monkeypatch.setattr(dispatch, "_traces", lambda z: True)
+        monkeypatch.setattr(dispatch, "_on_gpu", lambda z: True)
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=noted, bw_compiler=noted)
     run = torch.compile(lambda z: gate(z, "silu"), fullgraph=True, backend=backend)
@@ -179,9 +183,82 @@ def test_compiled_calls_on_a_gpu(fake_gpu, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 128), (0, 128), (2, 3, 256), (128,)], ids=str)
 def test_ops(shape):
-    z, dh = normal(*shape), normal(*shape[:-1], shape[-1] // 2)
-    torch.library.opcheck(torch.ops.cute_kernels.gate.default, (z.requires_grad_(), "silu"))
-    torch.library.opcheck(torch.ops.cute_kernels.gate_gradient.default, (z.detach(), dh, "gelu"))
+    """Also of strided tensors; whose results are contiguous."""
+    half = (*shape[:-1], shape[-1] // 2)
+    strided = normal(*shape, 2)[..., 0], normal(*shape[:-1], 1).expand(half)
+    for z, dh in ((normal(*shape), normal(*half)), strided):
+        torch.library.opcheck(torch.ops.cute_kernels.gate.default, (z.requires_grad_(), "silu"))
+        torch.library.opcheck(torch.ops.cute_kernels.gate_gradient.default, (z.detach(), dh, "gelu"))
+    for wrong in (dh[..., :32], dh.float()):
+        with pytest.raises(RuntimeError, match="gate_gradient: dh is"):
+            torch.ops.cute_kernels.gate_gradient(z.detach(), wrong, "silu")
+
+
+TRANSFORMS = {
+    "grad": lambda f, z, v: torch.func.grad(lambda z: f(z).float().square().sum())(z),
+    "vmap": lambda f, z, v: torch.func.vmap(f)(z),
+    "vjp": lambda f, z, v: torch.func.vjp(f, z)[1](f(v))[0],
+    "jvp": lambda f, z, v: torch.func.jvp(f, (z,), (v,))[1],
+    "hessian": lambda f, z, v: torch.func.hessian(lambda z: f(z).float().square().sum())(z[:1]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_compiled_transforms(name, monkeypatch):
+    """They have torch's operations."""
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda z: True)
+    torch._dynamo.reset()
+    z, v = normal(2, 128), normal(2, 128)
+    run = torch.compile(lambda z, v: TRANSFORMS[name](lambda z: gate(z, "silu"), z, v), backend="eager")
+    expected = TRANSFORMS[name](lambda z: reference.gate(z, "silu"), z, v)
+    assert expected.any() and torch.equal(run(z, v), expected)
+
+
+def test_compiled_tangents(monkeypatch):
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda z: True)
+    torch._dynamo.reset()
+    run, z, v = torch.compile(lambda z: gate(z, "silu"), backend="eager"), normal(2, 128), normal(2, 128)
+    run(z)
+    with forward_ad.dual_level():
+        tangents = [forward_ad.unpack_dual(f(forward_ad.make_dual(z, v))).tangent for f in (run, by_silu)]
+    assert torch.equal(*tangents)
+
+
+def by_silu(z):
+    return reference.gate(z, "silu")
+
+
+def test_dispatch_modes_see_the_op(monkeypatch):
+    """Forward, backward, and a second time; the first derivative's numbers are those of calls without a mode."""
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda z: True)
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    z, dh, v = normal(3, 128).requires_grad_(), normal(3, 64), normal(3, 128)
+    with Mode():
+        h = gate(z, "silu")
+        (dz,) = torch.autograd.grad(h, z, dh, create_graph=True)
+    assert [name for name in seen if "cute_kernels" in name] == [
+        "cute_kernels.gate.default", "cute_kernels.gate_gradient.default",
+    ]  # fmt: skip
+    (found,) = torch.autograd.grad(dz, z, v)
+    (first,) = torch.autograd.grad(by_silu(z), z, dh, create_graph=True)
+    torch.testing.assert_close(dz, first, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, torch.autograd.grad(first, z, v)[0], rtol=0.02, atol=0.02)
+
+
+@needs_compiler
+def test_hooks_run_once():
+    """Also where the gradient is differentiable again."""
+    calls, z, dh = [], normal(3, 128).requires_grad_(), normal(3, 64)
+    z.register_hook(calls.append)
+    with on_emulator("sm_90"):
+        torch.autograd.grad(gate(z, "silu"), z, dh, create_graph=True)
+    assert len(calls) == 1
 
 
 @needs_compiler
@@ -203,7 +280,7 @@ def test_second_derivatives(activation):
         batched = torch.autograd.grad(h, t, torch.stack([low[1]] * 2), is_grads_batched=True)[0]
     for mine, torchs in zip(found, twice(reference.gate, *low), strict=True):
         torch.testing.assert_close(mine, torchs, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(batched[1], of(*low, activation)[1])
+    torch.testing.assert_close(batched[1], gate_by_torch(*low, activation)[1])
 
 
 def test_errors():

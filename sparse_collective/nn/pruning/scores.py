@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.gate.dispatch import gate
 from cute_kernels.gradients import saved_of, through_epilogue
 from cute_kernels.ops import gemm
-from cute_kernels.reference import gate
 from cute_kernels.runtime.torch_compat import is_dtensor
 
 from ...conversions import block_view
