@@ -57,7 +57,7 @@ class Exchange:
 
     x: (t, K), this rank's tokens.
     first: (x, rows), the first layer, of tokens that are these rows of all ranks' together.
-    gathered: (ranks * t, K), written with x of all ranks, beside the GEMMs; None: not needed.
+    gathered: (ranks * t, K), written with x of all ranks during the GEMMs; None: not needed.
     second: (out), the second layer: writes to out (ranks, t, N) this rank's summands, for the tokens of each rank.
     y: (t, N), written with the sum of all ranks' summands for this rank's tokens.
     meanwhile: () called before the sum, while results arrive.
