@@ -111,6 +111,21 @@ def test_forward_mode_raises(case):
         assert f(x).shape == f(x.detach()).shape, "a tensor without a tangent is an ordinary one"
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("name", ["gemm", "bsr_linear", "bsr_gated_linear", "attention", "block_sparse_attention"])
+def test_compiled_forward_mode_raises(place, name):
+    f, x, _ = ops(place)[name]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+        torch.compile(lambda x: jvp(f, (x,), (x,)), backend="eager")(x)
+    run = torch.compile(f, backend="eager")
+    expected = run(x)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            run(forward_ad.make_dual(x, x))
+        assert torch.equal(run(x), expected), "a tensor without a tangent is an ordinary one"
+
+
 @pytest.mark.parametrize("captured", ["score_mod", "attn_mask"])
 def test_forward_mode_of_captured_tensors_raises(place, captured):
     q = normal(1, 2, 16, 64, device=place)

@@ -21,6 +21,10 @@ from torch.nn import Parameter
 from . import torch_compat
 from .torch_compat import dispatch_modes, functorch_active, is_tracing
 
+NO_TANGENTS = (
+    "has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use reverse mode: "
+    "backward(), torch.func.vjp or jacrev; or detach() the tensor"
+)
 _PLAIN = frozenset({Tensor, Parameter, type(None)})
 
 
@@ -42,6 +46,7 @@ def dispatched(op: str, *values) -> bool:
     return (hidden() or values[0] is None or values[0].is_meta) and _dispatched(op, values)
 
 
+@torch.compiler.disable  # Dynamo, in a call that it left out of a graph, traces tensors without their tangents
 def _dispatched(op: str, values: tuple) -> bool:
     """`dispatched` for calls that need a closer look."""
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -89,10 +94,7 @@ def check_no_tangent(op: str, tensors: Iterable[Tensor]) -> None:
         RuntimeError: a tensor has one.
     """
     if any(torch_compat.has_tangent(tensor) for tensor in tensors):
-        raise RuntimeError(
-            f"{op} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use "
-            "reverse mode: backward(), torch.func.vjp or jacrev; or detach() the tensor"
-        )
+        raise RuntimeError(f"{op} {NO_TANGENTS}")
 
 
 class NeedsDispatcher(TypeError):
@@ -131,7 +133,14 @@ def readable(tensor: Tensor) -> bool:
 
 
 def check_traced(op: str, *values) -> None:
-    """check_supported of all tensors, inside a torch.compile trace."""
+    """check_supported of all tensors, inside a torch.compile trace.
+
+    Raises:
+        RuntimeError: forward-mode AD is active, whose tangents the registered op would drop. Dynamo then calls the op
+            outside of the graph, where `dispatched` looks at the tensors, or raises under fullgraph=True.
+    """
+    if torch_compat.forward_ad._current_level >= 0:
+        raise RuntimeError(f"{op} {NO_TANGENTS}")
     for value in values:
         if isinstance(value, Tensor) and type(value) is not Tensor:
             check_supported(op, value)
