@@ -46,7 +46,6 @@ def dispatched(op: str, *values) -> bool:
     return (hidden() or values[0] is None or values[0].is_meta) and _dispatched(op, values)
 
 
-@torch.compiler.disable  # Dynamo, in a call that it left out of a graph, traces tensors without their tangents
 def _dispatched(op: str, values: tuple) -> bool:
     """`dispatched` for calls that need a closer look."""
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -163,9 +163,15 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """True if the tensor carries, or under torch.func.jvp may carry, a tangent of forward-mode AD."""
+    """True if the tensor carries, or under torch.func.jvp may carry, a tangent of forward-mode AD.
+
+    Raises:
+        RuntimeError: Dynamo traces the call, with tensors that have none; then it runs the call without tracing.
+    """
     if forward_ad._current_level < 0:
         return False
+    if torch.compiler.is_compiling():
+        raise RuntimeError("tangents of forward-mode AD are not known while torch.compile traces a function")
     functorch = torch._C._functorch
     levels = _jvp_levels()
     while functorch.is_functorch_wrapped_tensor(tensor):
