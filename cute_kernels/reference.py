@@ -80,9 +80,14 @@ def of_elements(scale, x):
     return scale
 
 
+def halves(z):
+    """Gate and up (..., H / 64, 64) of z (..., 2 H), whose columns alternate."""
+    return z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
+
+
 def gate(z, activation):
     """activation(gate) * up (..., H) from z (..., 2 H), whose columns alternate, 64 of gate and 64 of up."""
-    g, u = z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
+    g, u = halves(z)
     return ((g if activation is None else functions.ACTIVATIONS[activation](g)) * u).flatten(-2)
 
 

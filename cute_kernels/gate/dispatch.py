@@ -17,8 +17,7 @@ from .. import reference
 from ..checks import check_no_grad
 from ..dtypes import NAMES, OPERANDS, accumulator
 from ..epilogue_gradient.dispatch import derivative_of
-from ..functions import ACTIVATIONS
-from ..reference import GATE
+from ..reference import GATE, halves
 from ..runtime import front, library
 from ..runtime.device import assumed, collected, device_arch
 from ..runtime.families import function_for, unsupported
@@ -53,12 +52,11 @@ def gate_into(z: Tensor, activation: str | None, out: Tensor) -> None:
     """
     _check("gate_into", z, out)
     function = _function(activation, False, z, out)
-    if function is not None:
+    if function is None:
+        out.copy_(reference.gate(z, activation))
+    else:
         increment_version((out,))
         function(_matrix(z), _matrix(out), None)
-        return
-    g, u = z.unflatten(-1, (-1, 2, GATE)).unbind(-2)
-    torch.mul(g if activation is None else ACTIVATIONS[activation](g), u, out=out.unflatten(-1, (-1, GATE)))
 
 
 def gate_gradient_into(z: Tensor, dh: Tensor, activation: str | None, dz: Tensor) -> None:
@@ -124,7 +122,7 @@ def _matrix(t: Tensor) -> Tensor:
 def _gradient_by_torch(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
     """The gradient of z, computed as the kernels do; without autograd, which is off in a registered op."""
     wide = accumulator(z.dtype)
-    g, u = z.to(wide).unflatten(-1, (-1, 2, GATE)).unbind(-2)
+    g, u = halves(z.to(wide))
     dh = dh.to(wide).unflatten(-1, (-1, GATE))
     slope, value = (
         evaluate(program, [g]) for program in (derivative_of(activation, None), followed_by(activation, None))
@@ -133,6 +131,12 @@ def _gradient_by_torch(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
 
 
 def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
+    """Raise the errors of gate_into and gate_gradient_into; h is also dh."""
+    _check_shapes(op, z, h, dz)
+    check_no_grad(op, z, h, dz)
+
+
+def _check_shapes(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
     if z.dim() == 0 or z.shape[-1] % (2 * GATE):
         raise ValueError(f"{op}: z is {tuple(z.shape)}; it must be (..., 2 H) with H a multiple of {GATE}")
     shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2))
@@ -142,7 +146,6 @@ def _check(op: str, z: Tensor, h: Tensor, dz: Tensor | None = None) -> None:
                 f"{op}: a tensor of shape {tuple(t.shape)}, {t.dtype} on {t.device}; with z {tuple(z.shape)} it must "
                 f"be {tuple(expected)}, {z.dtype} on {z.device}"
             )
-    check_no_grad(op, z, h, dz)
 
 
 def _takes_op(z: Tensor) -> bool:
@@ -197,7 +200,7 @@ def _run(z: Tensor, activation: str | None) -> Tensor:
 
 
 def _run_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
-    _check_dh(z, dh)
+    _check_shapes("gate_gradient", z, dh)
     return _gradient(z, dh, activation).contiguous()
 
 
@@ -205,14 +208,8 @@ def _fake(z: Tensor, activation: str | None) -> Tensor:
     return z.new_empty(*z.shape[:-1], z.shape[-1] // 2)
 
 
-def _check_dh(z: Tensor, dh: Tensor) -> None:
-    """Raise RuntimeError for a dh that the op gate_gradient must not read."""
-    fits = dh.shape == (*z.shape[:-1], z.shape[-1] // 2) and dh.dtype is z.dtype and dh.device == z.device
-    torch._check(fits, lambda: f"gate_gradient: dh is {tuple(dh.shape)} {dh.dtype}, of z {tuple(z.shape)} {z.dtype}")
-
-
 def _fake_gradient(z: Tensor, dh: Tensor, activation: str | None) -> Tensor:
-    _check_dh(z, dh)
+    _check_shapes("gate_gradient", z, dh)
     return torch.empty_like(z, memory_format=torch.contiguous_format)
 
 

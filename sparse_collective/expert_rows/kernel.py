@@ -22,6 +22,7 @@ from cutlass.cute.typing import AddressSpace
 
 from cute_kernels.dtypes import cutlass_dtype
 from cute_kernels.tile.ptx import load_vector
+from cute_kernels.tile.vectors import widened
 
 from .config import MOST_EXPERTS, RESIDENT, THREADS, VECTOR, WARPS, RowsFacts
 
@@ -68,16 +69,8 @@ def store(words: cute.Tensor, at: Int64) -> None:
 
 
 def floats(words: cute.Tensor, dtype) -> list:
-    """Loaded elements in FP32. A bfloat16 is the upper half of one."""
-    if dtype is not cutlass.BFloat16:
-        values = cute.recast_tensor(words, dtype)
-        return [values[v].to(Float32) for v in range(VECTOR)]
-    bits = cute.make_rmem_tensor(VECTOR, Int32)
-    for v in range(0, VECTOR, 2):
-        bits[v] = words[v // 2] << 16
-        bits[v + 1] = words[v // 2] & -65536
-    values = cute.recast_tensor(bits, Float32)
-    return [values[v] for v in range(VECTOR)]
+    """Loaded elements in FP32."""
+    return widened(cute.recast_tensor(words, dtype))
 
 
 def rounded(values: list, dtype) -> cute.Tensor:

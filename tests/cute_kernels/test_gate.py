@@ -190,7 +190,7 @@ def test_ops(shape):
         torch.library.opcheck(torch.ops.cute_kernels.gate.default, (z.requires_grad_(), "silu"))
         torch.library.opcheck(torch.ops.cute_kernels.gate_gradient.default, (z.detach(), dh, "gelu"))
     for wrong in (dh[..., :32], dh.float()):
-        with pytest.raises(RuntimeError, match="gate_gradient: dh is"):
+        with pytest.raises((ValueError, TypeError), match="gate_gradient: a tensor of shape"):
             torch.ops.cute_kernels.gate_gradient(z.detach(), wrong, "silu")
 
 
