@@ -118,12 +118,13 @@ def test_compiled_forward_mode_raises(place, name):
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
         torch.compile(lambda x: jvp(f, (x,), (x,)), backend="eager")(x)
+    torch._dynamo.reset()  # Dynamo of torch 2.11 skips each frame of the failed call from now on
     run = torch.compile(f, backend="eager")
     expected = run(x)
     with forward_ad.dual_level():
         with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
             run(forward_ad.make_dual(x, x))
-        assert torch.equal(run(x), expected), "a tensor without a tangent is an ordinary one"
+        near(run(x), expected, place)  # a tensor without a tangent is an ordinary one
 
 
 @pytest.mark.parametrize("captured", ["score_mod", "attn_mask"])
