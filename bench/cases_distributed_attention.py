@@ -27,6 +27,7 @@ from .simulate import PACKED
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
 ROUNDS = 5
 HOT_MS = 100
+LONG_MS = 400  # where each call takes 100 ms and more, and one repeat or two would make a difference
 SHARDS = 4  # of one GPU
 
 
@@ -94,10 +95,10 @@ def qkv(length: int, device: torch.device) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def times_of(**peers: Peer) -> dict[str, list[float]]:
+def times_of(peers: dict[str, Peer], hot_ms: float = HOT_MS) -> dict[str, list[float]]:
     """Milliseconds of each, forward and backward. Forward passes alternate, and then backward passes, so that a call
     follows one of the same kind: a backward pass heats a GPU more than a forward pass, and clocks rise slowly."""
-    forward, backward = (timed({name: peer[i] for name, peer in peers.items()}, ROUNDS, hot_ms=HOT_MS) for i in (1, 2))
+    forward, backward = (timed({name: peer[i] for name, peer in peers.items()}, ROUNDS, hot_ms=hot_ms) for i in (1, 2))
     return {name: [round(forward[name], 3), round(backward[name], 3)] for name in peers}
 
 
@@ -119,8 +120,8 @@ def sharded_on_one_gpu(problem: Problem, device: torch.device) -> dict:
     whole = peer_of(functools.partial(problem.whole, mask=mask), everywhere, tensors, dout)
     blocks = peer_of(functools.partial(whole_blocks, mask=mask), everywhere, tensors, dout)
     each = Peer(everywhere, *(functools.partial(all_of, [shard[i] for shard in shards]) for i in (1, 2)))
-    times = times_of(whole=whole, shards=each, blocks=blocks)
-    alone = [times_of(alone=shard)["alone"] for shard in shards]
+    times = times_of({"whole": whole, "shards": each, "blocks": blocks}, LONG_MS)
+    alone = [times_of({"alone": shard})["alone"] for shard in shards]
     return {
         "whole_ms": times["whole"], "whole_by_blocks_ms": times["blocks"], "shards_ms": times["shards"],
         "over_whole": over(times["shards"], times["whole"]), "deal": plan.deal, "alone_ms": alone,
@@ -154,10 +155,10 @@ def on_ranks(problem: Problem, device: torch.device) -> dict:
             raise AssertionError(
                 f"errors of out, dq, dk, dv must be at most {ERROR} of their norms, got {wrong['ours']}"
             )
-        times = times_of(one=one, **{name: peer for name, peer in peers.items() if right(wrong[name])})
+        times = times_of({"one": one} | {name: peer for name, peer in peers.items() if right(wrong[name])})
     kept = peer_of(functools.partial(attend, keep_kv=True), plan.positions, local, local_dout)
     narrow = peer_of(functools.partial(attend, reduce_dtype=torch.bfloat16), plan.positions, local, local_dout)
-    options = times_of(kept=kept, narrow=narrow)
+    options = times_of({"kept": kept, "narrow": narrow})
     forward, backward = over(times["one"], times["ours"], 1 / size)
     found = {
         "one_gpu_ms": times["one"], "ms": times["ours"], "forward": forward, "backward": backward, "deal": plan.deal,
@@ -178,10 +179,10 @@ def moved(plan: ContextParallelPlan, local: list[torch.Tensor]) -> dict:
 
     moved_over_needed: what all ranks receive over the rows of K and V, of single heads, that a score of theirs needs.
     """
-    parts = [exchange.gathered(t, plan).float() for t in local[1:]]
+    parts = [t.float() for t in exchange.gathered(local[1:], plan)]
     times = timed({
-        "gather": lambda: [exchange.gathered(t, plan) for t in local[1:]],
-        "reduce": lambda: [exchange.reduced(t, plan, torch.bfloat16) for t in parts],
+        "gather": lambda: exchange.gathered(local[1:], plan),
+        "reduce": lambda: exchange.reduced(parts, plan, [torch.bfloat16] * 2),
     }, ROUNDS)  # fmt: skip
     most = torch.tensor(plan.moved_bytes(*local[1:]) / 1e6, device=local[0].device)
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -1,47 +1,75 @@
 """Moves tiles of K and V, and the gradients of these tiles back to their owners.
 
 Rows come first in what is sent, (tokens, B, Hkv, D), so that what process s sends to process r is one piece of memory,
-and what arrives is the buffer, by source, without a copy. Everything is unicast, by all_to_all_single.
+and what arrives is the buffer, by source, without a copy. Everything is unicast, by all_to_all_single. What a process
+does with its own tiles, it does while the others' arrive.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .plan import ContextParallelPlan
 
 
-def gathered(x: Tensor, plan: ContextParallelPlan) -> Tensor:
-    """The buffer (B, Hkv, tiles of the buffer * tile, D) of a shard of K or V (B, Hkv, local length, D)."""
-    tiles, own = _tiles(x, plan), len(plan.own)
-    buffer = tiles.new_empty((len(plan.buffer), *tiles.shape[1:]))
-    torch.index_select(tiles, 0, plan.own, out=buffer[:own])
-    _all_to_all(buffer[own:], tiles.index_select(0, plan.sends), plan.receive_counts, plan.send_counts, plan.group)
-    return _rows(buffer)
+def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor]:
+    """The buffers (B, Hkv, tiles of the buffer * tile, D) of shards of K and V (B, Hkv, local length, D)."""
+    own = len(plan.own)
+    found, arriving = [], []
+    for x in shards:
+        tiles = _tiles(x, plan)
+        buffer = tiles.new_empty((len(plan.buffer), *tiles.shape[1:]))
+        sent = tiles.index_select(0, plan.sends)
+        arriving.append(_all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group))
+        found.append((tiles, buffer))
+    for tiles, buffer in found:
+        torch.index_select(tiles, 0, plan.own, out=buffer[:own])
+    _wait(arriving)
+    return [_rows(buffer) for _, buffer in found]
 
 
-def reduced(gradient: Tensor, plan: ContextParallelPlan, dtype: torch.dtype) -> Tensor:
-    """The gradient of a shard from those of all processes' buffers: added in FP32, this process's own first and then
-    in the order of the processes, so that results are the same in each run.
+def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The gradients of shards of K and V from those of all processes' buffers: added in FP32, this process's own first
+    and then in the order of the processes, so that results are the same in each run.
 
     Args:
-        gradient: that of this process's buffer, (B, Hkv, tiles of the buffer * tile, D). It is written to.
+        gradients: those of this process's buffers, (B, Hkv, tiles of the buffer * tile, D). They are written to.
+        dtypes: of the results.
     """
-    tiles, own, count = _tiles(gradient, plan), len(plan.own), plan.tiles.shape[1]
-    parts = tiles.new_empty((len(plan.sends), *tiles.shape[1:]))
-    _all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group)
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    total = tiles[:own].to(wide)
-    if own < count:
-        total = total.new_zeros((count, *tiles.shape[1:])).index_copy_(0, plan.own, total)
-    for places, part in zip(plan.sends.split(plan.send_counts), parts.split(plan.send_counts), strict=True):
-        total.index_add_(0, places, part.to(wide))  # no place twice
-    return _rows(total.to(dtype))
+    own, count = len(plan.own), plan.tiles.shape[1]
+    found, arriving = [], []
+    for gradient in gradients:
+        tiles = _tiles(gradient, plan)
+        parts = tiles.new_empty((len(plan.sends), *tiles.shape[1:]))
+        arriving.append(_all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group))
+        found.append((tiles, parts))
+    totals = []
+    for tiles, _ in found:
+        total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))
+        if own < count:
+            total = total.new_zeros((count, *tiles.shape[1:])).index_copy_(0, plan.own, total)
+        totals.append(total)
+    _wait(arriving)
+    for total, (_, parts) in zip(totals, found, strict=True):
+        for places, part in zip(plan.sends.split(plan.send_counts), parts.split(plan.send_counts), strict=True):
+            total.index_add_(0, places, part.to(total.dtype))  # no place twice
+    return [_rows(total.to(dtype)) for total, dtype in zip(totals, dtypes, strict=True)]
 
 
-def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group) -> None:
-    """Fill `out` with what the processes send to this one, by process: `received` entries of each, while each gets its
-    `sent` of x."""
-    torch.distributed.all_to_all_single(out, x, received, sent, group=group)
+def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group) -> Any:
+    """Begin to fill `out` with what the processes send to this one, by process: `received` entries of each, while each
+    gets its `sent` of x. Returns what `_wait` takes; in a trace `out` is filled."""
+    begins = not is_compiling()
+    return torch.distributed.all_to_all_single(out, x, received, sent, group=group, async_op=begins)
+
+
+def _wait(transfers: list) -> None:
+    for transfer in transfers:
+        if transfer is not None:
+            transfer.wait()
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:

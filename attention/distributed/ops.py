@@ -58,7 +58,7 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
-        k_buffer, v_buffer = gathered(k, plan), gathered(v, plan)
+        k_buffer, v_buffer = gathered((k, v), plan)
         out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
         kept = (k_buffer, v_buffer) if keep else (k, v)
         ctx.save_for_backward(q, *kept, out, lse)
@@ -77,14 +77,14 @@ def _gradients(ctx, dout, dlse) -> tuple:
     q, k, v, out, lse = ctx.saved_tensors
     plan = ctx.plan
     if not ctx.keep:
-        k, v = gathered(k, plan), gathered(v, plan)
+        k, v = gathered((k, v), plan)
     if dout is None:
         dout = torch.zeros_like(out)
     grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
     dq, dk, dv = attention_backward(
         dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, dq_dtype=q.dtype, **ctx.options
     )
-    dk, dv = (reduced(t, plan, dtype) for t, dtype in zip((dk, dv), ctx.dtypes, strict=True))
+    dk, dv = reduced((dk, dv), plan, ctx.dtypes)
     return dq, dk, dv, None, None, None, None
 
 

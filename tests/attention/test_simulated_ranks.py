@@ -32,11 +32,11 @@ def exchanged(move, tensors, made, *args):
 
     with mock.patch.object(exchange, "_all_to_all", send):
         for t, plan in zip(tensors, made, strict=True):
-            move(t.clone(), plan, *args)
+            move([t.clone()], plan, *args)
     found = []
     with mock.patch.object(exchange, "_all_to_all", receive):
         for t, plan in zip(tensors, made, strict=True):
-            found.append(move(t, plan, *args))
+            found += move([t], plan, *args)
     return found
 
 
@@ -51,7 +51,7 @@ def of_ranks(mask, q, k, v, dout, size, **options):
         options |= {"grad_dtype": torch.float32, "dq_dtype": out.dtype}
         results.append((out, *attention_backward(dout_shard, *tensors, out, lse, plan.mask, **options)))
     out, dq, dk, dv = zip(*results, strict=True)
-    dk, dv = (exchanged(exchange.reduced, parts, made, out[0].dtype) for parts in (dk, dv))
+    dk, dv = (exchanged(exchange.reduced, parts, made, [out[0].dtype]) for parts in (dk, dv))
     return [made[0].unshard(parts, 2) for parts in (out, dq, dk, dv)]
 
 
