@@ -121,10 +121,9 @@ def sharded_on_one_gpu(problem: Problem, device: torch.device) -> dict:
     blocks = peer_of(functools.partial(whole_blocks, mask=mask), everywhere, tensors, dout)
     each = Peer(everywhere, *(functools.partial(all_of, [shard[i] for shard in shards]) for i in (1, 2)))
     times = times_of({"whole": whole, "shards": each, "blocks": blocks}, LONG_MS)
-    alone = [times_of({"alone": shard})["alone"] for shard in shards]
     return {
         "whole_ms": times["whole"], "whole_by_blocks_ms": times["blocks"], "shards_ms": times["shards"],
-        "over_whole": over(times["shards"], times["whole"]), "deal": plan.deal, "alone_ms": alone,
+        "over_whole": over(times["shards"], times["whole"]), "deal": plan.deal,
     }  # fmt: skip
 
 
