@@ -15,6 +15,7 @@ from cute_kernels.explain import explains
 from cute_kernels.fp8.quantized import Quantized, unpacked_arguments
 from cute_kernels.runtime.autocast import any_autocast
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched, hidden
+from cute_kernels.runtime.torch_compat import uncompiled
 from sparse_collective import BsrMatrix
 
 from . import checks, dispatch
@@ -281,6 +282,7 @@ def call(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     return traced(args)
 
 
+@uncompiled
 def _eager(args: AttentionArgs) -> Tensor | tuple[Tensor, Tensor]:
     """A call outside of a trace; raises NeedsDispatcher if the registered op must serve it."""
     q, k, v, out = args[:4]

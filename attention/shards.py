@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from cute_kernels import checks as common
 from cute_kernels.runtime.device import plans_kernel
 from cute_kernels.runtime.front import NeedsDispatcher, dispatched
+from cute_kernels.runtime.torch_compat import uncompiled
 
 from . import checks
 from .arguments import AttentionArgs
@@ -155,6 +156,7 @@ def attention_backward(
     return traced_backward(args, out, lse, dout, dlse, grad_dtype, dq_dtype)
 
 
+@uncompiled
 def _eager(args: AttentionArgs, out, lse, dout, dlse, grad_dtype, dq_dtype) -> tuple[Tensor, Tensor, Tensor]:
     """attention_backward outside of a trace; raises NeedsDispatcher if the registered op must serve the call."""
     from .gradients import gradients_of  # imports the DSL

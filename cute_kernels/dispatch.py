@@ -28,12 +28,14 @@ from .matmul.problem import Extents, Problem
 from .operand import broadcast_shapes, flatten_batch, folds_into_rows, layout_of_tensor, major
 from .runtime.call_plan import PlanCache
 from .runtime.device import device_arch, forced_path, plans_kernel
+from .runtime.torch_compat import uncompiled
 from .source import check_source
 from .tile.element import VECTOR_BYTES
 
 _PLANS: PlanCache[Plan] = PlanCache()
 
 
+@uncompiled
 def gemm(values: tuple, with_z: bool = False):
     """ops.gemm for calls that torch.compile does not trace. With with_z, which excludes out, returns (y, z); see
     gradients.

@@ -20,6 +20,7 @@ from cute_kernels.operand import flatten_batch
 from cute_kernels.runtime.autocast import cast_product
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.derived import of_tensor
+from cute_kernels.runtime.torch_compat import uncompiled
 from cute_kernels.tf32 import dispatch as tf32
 
 from . import alignment, padded_rows
@@ -59,6 +60,7 @@ def padded_out(op, out, W, padding: padded_rows.Padding, x, *others):
     return out.new_empty(padding.rows, W.shape[-2])
 
 
+@uncompiled
 def call(
     values: tuple, with_z: bool = False, chained: bool = False, fused: bool = False, interleaved: bool = False
 ) -> Any:

@@ -2,6 +2,7 @@
 gradients, dispatch modes, tensor subclasses, and tensors without memory."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import attention, block_sparse_attention, scaled_dot_product_attention, selected_attention
+from attention import attention, block_sparse_attention, scaled_dot_product_attention, selected_attention, shards
+from attention import ops as attention_ops
+from attention.arguments import AttentionArgs
+from cute_kernels import dispatch as gemm_dispatch
 from cute_kernels import gemm
+from cute_kernels.arguments import GemmArgs
 from cute_kernels.testing.reference import normal
 from sparse_collective import BsrMatrix, bsr_gated_linear, bsr_grouped_linear, bsr_linear, bsr_matmul, random_bsr
+from sparse_collective import dispatch as bsr_dispatch
+from sparse_collective.arguments import BsrArgs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
@@ -125,6 +132,25 @@ def test_compiled_forward_mode_raises(place, name):
         with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
             run(forward_ad.make_dual(x, x))
         near(run(x), expected, place)  # a tensor without a tangent is an ordinary one
+
+
+@pytest.mark.parametrize("name", ["gemm", "bsr_linear", "attention", "attention_backward"])
+def test_the_host_code_is_not_compiled(place, name):
+    """Where Dynamo has given up the frame of a public function, it tries those that this calls."""
+    a, q = (torch.randn(shape, device=place, dtype=torch.bfloat16) for shape in ((128, 64), (2, 2, 16, 64)))
+    W = random_bsr((64, 64), (32, 32), density=0.7).to(place).to(torch.bfloat16)
+    out, lse = attention(q, q, q, return_lse=True)
+    gradients = (AttentionArgs(q, q, q), out, lse, out, None, None, None)
+    run, arguments = {
+        "gemm": (gemm_dispatch.gemm, (GemmArgs(a, a.mT),)),
+        "bsr_linear": (bsr_dispatch.call, (BsrArgs("bsr_linear", W, a),)),
+        "attention": (attention_ops._eager, (AttentionArgs(q, q, q),)),
+        "attention_backward": (shards._eager, gradients),
+    }[name]
+    torch._dynamo.reset()
+    with mock.patch.dict(torch._dynamo.utils.counters, clear=True):
+        torch.compile(run, backend="eager")(*arguments)
+        assert not torch._dynamo.utils.counters["frames"]
 
 
 @pytest.mark.parametrize("captured", ["score_mod", "attn_mask"])

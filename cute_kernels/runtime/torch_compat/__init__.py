@@ -41,6 +41,7 @@ from .dynamo import (
     order_of_matmul,
     pending_writes,
     run_in_trace,
+    uncompiled,
     value_of,
 )
 
@@ -100,6 +101,7 @@ __all__ = [
     "tree_map",
     "tree_structure",
     "tree_unflatten",
+    "uncompiled",
     "value_of",
     "with_batch",
     "without_batch",

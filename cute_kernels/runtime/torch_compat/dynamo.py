@@ -9,10 +9,26 @@ import functools
 import operator
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def uncompiled(function: Function) -> Function:
+    """Keep Dynamo from compiling frames of a function, and of what it calls; a decorator.
+
+    It is for functions that traces do not reach. Where Dynamo gives up a frame, it tries those that the frame calls.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)  # of its frames, and of those below
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def run_in_trace(function) -> None:
