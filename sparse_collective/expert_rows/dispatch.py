@@ -35,10 +35,14 @@ class Segments(NamedTuple):
     group_rows: int
 
 
+def takes_rows(dtype: torch.dtype, width: int) -> bool:
+    """True if the kernels take rows of so many elements of this dtype."""
+    return dtype in NAMES and width % VECTOR == 0 and width > 0
+
+
 def supports(x: Tensor, weights: Tensor, experts: int) -> bool:
     """True if the kernels take tokens x (T, N) and these weights; the same for all ranks of a mesh."""
-    rows = x.dtype in NAMES and x.shape[1] % VECTOR == 0 and x.shape[1] > 0
-    return rows and weights.dtype in NAMES and experts <= MOST_EXPERTS
+    return takes_rows(x.dtype, x.shape[1]) and weights.dtype in NAMES and experts <= MOST_EXPERTS
 
 
 def places_of(

@@ -91,7 +91,10 @@ class Cluster:
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: self.barrier.wait())
         monkeypatch.setattr(links, "copy", self.copy)
-        monkeypatch.setattr(overlap, "add_summands", lambda arrived, y: self.give(lambda: torch.sum(arrived, 0, out=y)))
+        monkeypatch.setattr(overlap, "add_summands", self.add_summands)
+
+    def add_summands(self, arrived, y, places=None):
+        self.give(lambda: torch.sum(arrived, 0, out=y))
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -257,3 +260,21 @@ def test_calls_after_memory_that_cannot_be_mapped(monkeypatch):
                 Exchange(torch.ones(16, 8), lambda part, rows: None).push(memory, link)
 
     cluster.run(rank_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_sums_of_summands(ranks, dtype):
+    """In the order of ranks in FP32, rounded once."""
+    summands = torch.randn(ranks, 37, 264, device="cuda").to(dtype)
+    expected = torch.zeros(37, 264, device="cuda")
+    for t in summands:
+        expected += t.float()
+    places = overlap.places_of(summands)
+    assert (places is None) == (ranks == 2)
+    for rows in (places, None):
+        y = torch.full_like(summands[0], torch.nan)
+        overlap.add_summands(summands, y, rows)
+        bound = 0 if rows is not None else 8 * torch.finfo(dtype).eps  # torch has its own order
+        torch.testing.assert_close(y, expected.to(dtype), rtol=bound, atol=bound)
