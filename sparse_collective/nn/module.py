@@ -190,15 +190,18 @@ class BsrModule(Parametrizable):
         pattern = Pattern(*indices, self._pattern_shape, self.blocksize, caches=False)
         return BsrMatrix._of(pattern, indices, values, None, self.matrix_shape, not self._checked)
 
-    def compare_patterns(self) -> None:
+    def compare_patterns(self, dims: list[int] | None = None) -> None:
         """Compare the pattern with that of the other ranks that hold shards of `values`. Synchronizes.
+
+        Args:
+            dims: the mesh's dimensions along which it is the same; None: all.
 
         Raises:
             RuntimeError: it differs.
         """
         check_same(
             type(self).__name__, "the pattern", pattern_hash(self.crow_indices, self.col_indices), self._shard_mesh,
-            "seed all ranks alike before the model is made, or load one state before fully_shard",
+            "seed all ranks alike before the model is made, or load one state before fully_shard", dims,
         )  # fmt: skip
         self._compared = True
 
@@ -309,7 +312,11 @@ class BsrModule(Parametrizable):
         if name != "values":
             return
         if is_dtensor(value):  # as fully_shard sets it, also after each use
-            self.__dict__["_shard_mesh"] = value.device_mesh
+            mesh, before = value.device_mesh, self._shard_mesh
+            if before is not None and before.ndim > mesh.ndim and not self._compared:  # gathered, but for some dims
+                kept = mesh.mesh_dim_names or ()
+                self.compare_patterns([i for i, dim in enumerate(before.mesh_dim_names) if dim not in kept])
+            self.__dict__["_shard_mesh"] = mesh
         elif self._shard_mesh is not None and not self._compared and not self.crow_indices.is_meta:
             self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 

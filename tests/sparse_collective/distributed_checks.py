@@ -486,6 +486,10 @@ def with_fully_shard(device):
     state, slack = full_state_dict(model, rank0_only=False), 300 if device.type == "cuda" else 3
     for name, t in alone.state_dict().items():
         near(state[name].double(), t.cpu().double(), slack)
+    if world > 2:
+        torch.manual_seed(rank)
+        other = fully_shard(parallelized(pair(device), mesh["tp"]), mesh=mesh["dp"])
+        raises(RuntimeError, "the pattern differs between ranks", other, normal(20, 128, device=device))
 
 
 def error_in_one_rank(device):
