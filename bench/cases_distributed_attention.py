@@ -26,8 +26,7 @@ from .simulate import PACKED
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
 ROUNDS = 5
-HOT_MS = 100
-LONG_MS = 400  # where each call takes 100 ms and more, and one repeat or two would make a difference
+HOT_MS = 400  # calls take up to 400 ms themselves; after 100 the clock still falls
 SHARDS = 4  # of one GPU
 
 
@@ -95,10 +94,10 @@ def qkv(length: int, device: torch.device) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def times_of(peers: dict[str, Peer], hot_ms: float = HOT_MS) -> dict[str, list[float]]:
+def times_of(peers: dict[str, Peer]) -> dict[str, list[float]]:
     """Milliseconds of each, forward and backward. Forward passes alternate, and then backward passes, so that a call
     follows one of the same kind: a backward pass heats a GPU more than a forward pass, and clocks rise slowly."""
-    forward, backward = (timed({name: peer[i] for name, peer in peers.items()}, ROUNDS, hot_ms=hot_ms) for i in (1, 2))
+    forward, backward = (timed({name: peer[i] for name, peer in peers.items()}, ROUNDS, hot_ms=HOT_MS) for i in (1, 2))
     return {name: [round(forward[name], 3), round(backward[name], 3)] for name in peers}
 
 
@@ -120,7 +119,7 @@ def sharded_on_one_gpu(problem: Problem, device: torch.device) -> dict:
     whole = peer_of(functools.partial(problem.whole, mask=mask), everywhere, tensors, dout)
     blocks = peer_of(functools.partial(whole_blocks, mask=mask), everywhere, tensors, dout)
     each = Peer(everywhere, *(functools.partial(all_of, [shard[i] for shard in shards]) for i in (1, 2)))
-    times = times_of({"whole": whole, "shards": each, "blocks": blocks}, LONG_MS)
+    times = times_of({"whole": whole, "shards": each, "blocks": blocks})
     return {
         "whole_ms": times["whole"], "whole_by_blocks_ms": times["blocks"], "shards_ms": times["shards"],
         "over_whole": over(times["shards"], times["whole"]), "deal": plan.deal,
