@@ -62,8 +62,10 @@ def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequ
 def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group) -> Any:
     """Begin to fill `out` with what the processes send to this one, by process: `received` entries of each, while each
     gets its `sent` of x. Returns what `_wait` takes; in a trace `out` is filled."""
-    begins = not is_compiling()
-    return torch.distributed.all_to_all_single(out, x, received, sent, group=group, async_op=begins)
+    if is_compiling():  # where a call returns a tensor
+        torch.distributed.all_to_all_single(out, x, received, sent, group=group)
+        return None
+    return torch.distributed.all_to_all_single(out, x, received, sent, group=group, async_op=True)
 
 
 def _wait(transfers: list) -> None:

@@ -96,7 +96,7 @@ def test_nan_and_infinity(activation):
     with on_emulator("sm_90"):
         h, out = gate(z, activation), torch.empty_like(z)
         gate_gradient_into(z, dh, activation, out)
-    wanted, gradient = gate_by_torch(z, dh, activation)
+    wanted, gradient = gate_by_torch(z.double(), dh.double(), activation)  # in FP32 some CPUs have gelu(inf) = NaN
     assert torch.equal(h.isnan(), wanted.isnan()) and torch.equal(h.isinf(), wanted.isinf())
     finite = z.isfinite().view(2, 64).all(0).repeat(2)[None]
     assert torch.equal(out.isfinite()[finite], gradient.isfinite()[finite])
