@@ -136,7 +136,7 @@ def backward(
         elif plan.facts.deterministic:
             blocks = *lists_of(mask), ranks_of(mask), *reads
         else:
-            blocks = *lists_of(mask), kv_order(mask, rows_of(q, packed_heads), k.shape[1], plan.facts), *reads
+            blocks = *spread_lists_of(mask), kv_order(mask, rows_of(q, packed_heads), k.shape[1], plan.facts), *reads
     sink_sums: Any = None
     if sinks is not None:
         sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
@@ -262,6 +262,44 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Ten
 def lists_of(mask) -> tuple:
     """The transposed lists of a BlockMask (by KV block), cached."""
     return mask.derived.get("transposed", mask.kv_num_blocks, partial(_transposed, mask), tuple, contents_of(mask))
+
+
+def spread_lists_of(mask) -> tuple:
+    """lists_of, where KV tiles that attend to one range of rows start at different rows of it and wrap around, as those
+    without a mask do (q_tiles.py); cached."""
+    if mask.equal_rows or mask.by_row:  # used once
+        return lists_of(mask)
+
+    def make() -> tuple:
+        *partials, counts, rows = lists_of(mask)
+        runs = rows_in_a_row(counts, rows) & (partials[0] == 0)
+        return *partials, counts, spread(counts, rows, runs, mask.n_block_rows, mask.blocksize[1] / mask.blocksize[0])
+
+    return mask.derived.get("spread", mask.kv_num_blocks, make, tuple, contents_of(mask))
+
+
+def rows_in_a_row(counts: Tensor, rows: Tensor) -> Tensor:
+    """True (B, H, columns) where ascending rows (B, H, columns, width) have no gap; counts (B, H, columns) int32."""
+    last = rows.gather(-1, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
+    return (counts > 0) & (last - rows[..., 0] == counts - 1)
+
+
+def spread(counts: Tensor, rows: Tensor, runs: Tensor, n_rows: int, step: float) -> Tensor:
+    """Ascending rows (B, H, columns, width) of full blocks, rotated in the columns of which `runs` (B, H, columns) is
+    True, which have no gap: column j begins at row j * step, modulo n_rows and then modulo its length.
+
+    KV tiles that run at the same time are neighbors, so they read neighboring rows, which stay in L2. Columns with
+    partial blocks begin with these, and at different rows already.
+
+    Args:
+        counts: (B, H, columns) int32.
+        step: block_k / block_q.
+    """
+    place = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
+    begin = (torch.arange(rows.shape[2], device=rows.device) * step).to(torch.int32) % n_rows
+    first, counts = rows[..., :1], counts.clamp(min=1)[..., None]
+    rotated = first + (place + begin[:, None] - first) % counts
+    return torch.where(runs[..., None] & (place < counts), rotated, rows)
 
 
 def _transposed(mask) -> tuple:

@@ -5,7 +5,7 @@ are masked. Tiles come in ascending order, or with a block mask the partial ones
 
 Without a mask each KV tile starts at a different query tile and wraps around. KV tiles that run at the same time would
 otherwise add to the same part of dq_accum at the same time. With a causal mask they start on the diagonal, so they are
-spread already.
+spread already. The lists of a block mask are rotated where that makes a difference (dispatch.spread).
 
 Deterministic accumulation (semaphores.py) with a right bound has two orders in which no KV tile waits long. *Up*: the
 KV tiles of a head start from the last one, accumulate in that order, and iterate upwards from the diagonal. Tile n
