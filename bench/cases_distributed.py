@@ -19,6 +19,7 @@ from .distributed import Row, timed
 TOKENS, DIM, HIDDEN, DENSITY = 8192, 4096, 14336, 0.125
 DECODER = Shape(1024, 4096, 8, 16, 1024, 128, DENSITY)
 WINDOWS = 32  # of DECODER.context bytes, for each GPU
+LAYERS = 4  # calls one after another, as in a model
 
 
 def step_of(module: Callable, x: torch.Tensor, dy: torch.Tensor, parameters: list) -> Callable[[], None]:
@@ -30,6 +31,14 @@ def step_of(module: Callable, x: torch.Tensor, dy: torch.Tensor, parameters: lis
         module(x).backward(dy)
 
     return step
+
+
+def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
+    def calls() -> None:
+        for _ in range(LAYERS):
+            call()
+
+    return calls
 
 
 def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Callable[[torch.device], dict]:
@@ -56,26 +65,27 @@ def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Ca
         def shards(t: torch.Tensor) -> torch.Tensor:
             return ffn.down.local_forward(ffn.gate_up.local_forward(t))
 
+        calls = {"tensor parallel": lambda: ffn(x), "shards": lambda: shards(whole)}
         if training:
             parameters = list(ffn.parameters())
             calls = {
                 "tensor parallel": step_of(ffn, x.requires_grad_(), dx, parameters),
                 "shards": step_of(shards, whole.detach().requires_grad_(), dy, parameters),
             }
-        else:
-            with torch.no_grad():
-                times = timed({"tensor parallel": lambda: ffn(x), "shards": lambda: shards(whole)})
-            return result(times, ffn)
-        return result(timed(calls), ffn)
+        with torch.set_grad_enabled(training):
+            return result(timed(calls | {f"{name}, in a row": in_a_row(call) for name, call in calls.items()}), ffn)
 
     return run
 
 
 def result(times: dict[str, float], ffn: SwiGLU) -> dict:
+    """Milliseconds of a call after a pause, in which links have rested, and of one of LAYERS in a row."""
     blocks = [len(layer.values.to_local()) for layer in (ffn.gate_up, ffn.down)]
+    ms, shards_ms = times["tensor parallel"], times["shards"]
+    each, shards_each = (times[f"{name}, in a row"] / LAYERS for name in ("tensor parallel", "shards"))
     return {
-        "ms": times["tensor parallel"], "shards_ms": times["shards"],
-        "ratio": times["tensor parallel"] / times["shards"], "blocks": blocks,
+        "ms": ms, "shards_ms": shards_ms, "ratio": ms / shards_ms, "in_a_row_ms": each,
+        "in_a_row_ratio": each / shards_each, "blocks": blocks,
     }  # fmt: skip
 
 

@@ -12,19 +12,18 @@ from sparse_collective.distributed import BsrExpertParallel
 from sparse_collective.distributed.routing import Routing
 from sparse_collective.nn import BsrMixtureOfExperts
 
-from .cases_distributed import step_of
+from .cases_distributed import LAYERS, in_a_row, step_of
 from .distributed import Row, timed
 
 EXPERTS, TOP_K = 8, 2
 TOKENS, DIM, HIDDEN = 8192, 4096, 14336  # of each rank; weak scaling
 DENSITY = 0.125
-LAYERS = 4  # calls one after another, as in a model: the host waits for the GPU in each
 
 
 def expert_parallel(density: float, training: bool) -> Callable[[torch.device], dict]:
     """Each rank's tokens through the experts of all ranks, and through all experts on one GPU, without communication.
 
-    ms, alone_ms: of a call, where LAYERS of them follow each other.
+    ms, alone_ms: of a call, where LAYERS of them follow each other: the host waits for the GPU in each.
     efficiency: tokens per second and rank over those of one GPU alone: 1 is linear scaling.
     single_ms: of one call; the host has waited for 10 ms when it reads the table of rows, and is slower after that.
     """
@@ -52,14 +51,6 @@ def expert_parallel(density: float, training: bool) -> Callable[[torch.device], 
         }  # fmt: skip
 
     return run
-
-
-def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
-    def calls() -> None:
-        for _ in range(LAYERS):
-            call()
-
-    return calls
 
 
 def named(alone: torch.nn.Module, model: torch.nn.Module) -> tuple:
