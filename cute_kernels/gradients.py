@@ -18,6 +18,7 @@ from .arguments import GemmArgs
 from .dtypes import accumulator
 from .epilogue_gradient.dispatch import epilogue_gradient
 from .runtime.device import forced_path, in_forwards_path
+from .runtime.torch_compat import uncompiled
 from .runtime.transforms import differentiable_once
 
 
@@ -118,6 +119,7 @@ class Gemm(torch.autograd.Function):
 _apply = super(torch.autograd.Function, Gemm).apply  # skips Gemm.apply's torch.func handling, some 3 us a call
 
 
+@uncompiled
 def differentiable(values: tuple) -> Tensor:
     """gemm with an argument that requires a gradient, outside of torch.func transforms.
 

@@ -16,6 +16,7 @@ from cute_kernels.dtypes import accumulator
 from cute_kernels.epilogue_gradient.dispatch import epilogue_gradient
 from cute_kernels.gradients import column_sums, of_columns, saved_of, shaped, sum_to, through_epilogue
 from cute_kernels.runtime.device import forced_path, in_forwards_path
+from cute_kernels.runtime.torch_compat import uncompiled
 from cute_kernels.runtime.transforms import differentiable_once
 
 from . import dispatch
@@ -95,6 +96,7 @@ def lives_on(t: Tensor) -> bool:
 _apply = super(torch.autograd.Function, Bsr).apply  # what Bsr.apply is without torch.func's part, some 3 us a call
 
 
+@uncompiled
 def differentiable(values: tuple, source: Tensor | None = None) -> Tensor:
     """An op without out, of arguments that autograd watches and no transform of torch.func.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import torch_compat
-from .torch_compat import dispatch_modes, functorch_active, is_tracing
+from .torch_compat import dispatch_modes, functorch_active, is_tracing, uncompiled
 
 NO_TANGENTS = (
     "has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian); use reverse mode: "
@@ -28,6 +28,7 @@ NO_TANGENTS = (
 _PLAIN = frozenset({Tensor, Parameter, type(None)})
 
 
+@uncompiled
 def dispatched(op: str, *values) -> bool:
     """True if a call with these arguments must go through the registered op.
 
@@ -100,6 +101,7 @@ class NeedsDispatcher(TypeError):
     """Raised for a call that only the registered op supports; the public ops catch it and call theirs."""
 
 
+@uncompiled
 def hidden() -> bool:
     """True where a call may have another meaning that its tensors' types do not show: under dispatch modes, transforms
     of torch.func, in a level of forward-mode AD and under torch.jit.trace."""

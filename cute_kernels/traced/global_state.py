@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..runtime.torch_compat import uncompiled
 from .libraries import library_class, library_module, library_scope, standard_library
 from .memo import ATTRIBUTE, DYNAMIC, LARGEST, MISSING, MOST, PLAIN, contents_of, global_names, holder_of, is_stable
 
@@ -260,6 +261,7 @@ class GlobalState:
             return True
         return not containers.isdisjoint(seen) or not global_names.isdisjoint(self._names)
 
+    @uncompiled
     def _walk(self) -> _Walk:
         """A walk by the names in all code that it leads to."""
         while True:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..runtime.derived import captured as in_capture
 from ..runtime.graphs import lasting_memory
-from ..runtime.torch_compat import OpOverload, OpOverloadPacket
+from ..runtime.torch_compat import OpOverload, OpOverloadPacket, uncompiled
 from .libraries import library, library_class, library_module, library_scope
 from .numbers import with_arguments
 from .record import Traced, trace
@@ -210,6 +210,7 @@ class Kept:
         return type(None), ()  # in a copy, or in a file, None stands for this
 
 
+@uncompiled
 def traced(
     function: Callable, what: str, inputs: Sequence[str], shape: tuple[int, ...], device, make: Callable | None = None
 ) -> Traced:

@@ -14,6 +14,7 @@ from cute_kernels.operand import Layout, layout_of_tensor, major
 from cute_kernels.reference import outside_autocast
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import device_arch, forced_path, plans_kernel
+from cute_kernels.runtime.torch_compat import uncompiled
 
 from .. import alignment, families  # noqa: F401 (importing families registers them)
 from ..bsr import BsrMatrix
@@ -25,6 +26,7 @@ _PLANS: PlanCache[Plan] = PlanCache()
 CPU_BYTES = 4 << 20  # bytes of the operands' blocks that the CPU implementation gathers at a time
 
 
+@uncompiled
 def sddmm(a, b, pattern, out, accumulate: bool, out_dtype, expert_ids=None):
     """ops.sddmm for calls that torch.compile does not trace."""
     if not isinstance(pattern, BsrMatrix):

@@ -14,6 +14,7 @@ from cute_kernels.dtypes import FLOAT8, accumulator
 from cute_kernels.runtime import families
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.runtime.device import forced_path
+from cute_kernels.runtime.torch_compat import uncompiled
 
 from ... import checks, reference
 from ... import plan as planning
@@ -46,6 +47,7 @@ class CacheArgs(AttentionArgs):
         return OP
 
 
+@uncompiled
 def attend(args: CacheArgs, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of selected_attention with seqused_k; lse is None unless return_lse."""
     if args.seqused_k is not None or args.page_table is not None:
