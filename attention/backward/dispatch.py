@@ -266,40 +266,36 @@ def lists_of(mask) -> tuple:
 
 def spread_lists_of(mask) -> tuple:
     """lists_of, where KV tiles that attend to one range of rows start at different rows of it and wrap around, as those
-    without a mask do (q_tiles.py); cached."""
-    if mask.equal_rows or mask.by_row:  # used once
+    without a mask do (q_tiles.py); cached. Not for deterministic kernels."""
+    if mask.equal_rows or mask.by_row:  # often new in each call, which would not pay
         return lists_of(mask)
 
     def make() -> tuple:
-        *partials, counts, rows = lists_of(mask)
-        runs = rows_in_a_row(counts, rows) & (partials[0] == 0)
-        return *partials, counts, spread(counts, rows, runs, mask.n_block_rows, mask.blocksize[1] / mask.blocksize[0])
+        *partials, counts, rows = _transposed(mask)
+        if mask.full_kv_indices.shape[-1]:
+            spread(counts, rows, partials[0] == 0, mask.n_block_rows, mask.blocksize)
+        return *partials, counts, rows
 
     return mask.derived.get("spread", mask.kv_num_blocks, make, tuple, contents_of(mask))
 
 
-def rows_in_a_row(counts: Tensor, rows: Tensor) -> Tensor:
-    """True (B, H, columns) where ascending rows (B, H, columns, width) have no gap; counts (B, H, columns) int32."""
-    last = rows.gather(-1, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
-    return (counts > 0) & (last - rows[..., 0] == counts - 1)
-
-
-def spread(counts: Tensor, rows: Tensor, runs: Tensor, n_rows: int, step: float) -> Tensor:
-    """Ascending rows (B, H, columns, width) of full blocks, rotated in the columns of which `runs` (B, H, columns) is
-    True, which have no gap: column j begins at row j * step, modulo n_rows and then modulo its length.
+def spread(counts: Tensor, rows: Tensor, wanted: Tensor, n_rows: int, blocksize: tuple[int, int]) -> None:
+    """Rotate ascending rows (B, H, columns, width) of full blocks, in the `wanted` columns (B, H, columns) that have no
+    gap: column j begins with the row at its diagonal, modulo n_rows and then modulo its length.
 
     KV tiles that run at the same time are neighbors, so they read neighboring rows, which stay in L2. Columns with
-    partial blocks begin with these, and at different rows already.
+    partial blocks are not wanted: they begin with these, and at different rows already.
 
     Args:
-        counts: (B, H, columns) int32.
-        step: block_k / block_q.
+        counts: (B, H, columns) int32. Entries of `rows` past them are not read.
     """
     place = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
-    begin = (torch.arange(rows.shape[2], device=rows.device) * step).to(torch.int32) % n_rows
-    first, counts = rows[..., :1], counts.clamp(min=1)[..., None]
+    begin = torch.arange(rows.shape[2], dtype=torch.int32, device=rows.device) * blocksize[1] // blocksize[0] % n_rows
+    first, last = rows[..., 0], rows.gather(-1, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
+    wanted = (wanted & (counts > 0) & (last - first == counts - 1))[..., None]
+    first, counts = first[..., None].clone(), counts.clamp(min=1)[..., None]
     rotated = first + (place + begin[:, None] - first) % counts
-    return torch.where(runs[..., None] & (place < counts), rotated, rows)
+    torch.where(wanted & (place < counts), rotated, rows, out=rows)
 
 
 def _transposed(mask) -> tuple:
@@ -356,7 +352,7 @@ def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
     l2_heads = heads_in_l2(rows, bytes_of_a_row(facts) * per_head)
 
     def make() -> tuple[Tensor]:
-        partial, _, full, _ = lists_of(mask)
+        partial, _, full, _ = spread_lists_of(mask)
         count = (partial + full).expand(batch, heads, -1).unflatten(1, (heads_kv, per_head)).sum(2)
         tiles = tiles_of_a_head(mask.lengths[1], tile_n)
         count = count.repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles].flatten(0, 1)

@@ -18,17 +18,19 @@ from .plan import ContextParallelPlan
 def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor]:
     """The buffers (B, Hkv, tiles of the buffer * tile, D) of shards of K and V (B, Hkv, local length, D)."""
     own = len(plan.own)
-    found, arriving = [], []
+    moves = []
     for x in shards:
         tiles = _tiles(x, plan)
         buffer = tiles.new_empty((len(plan.buffer), *tiles.shape[1:]))
         sent = tiles.index_select(0, plan.sends)
-        arriving.append(_all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group))
-        found.append((tiles, buffer))
-    for tiles, buffer in found:
+        moves.append(
+            (tiles, buffer, _all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group))
+        )
+    for tiles, buffer, _ in moves:
         torch.index_select(tiles, 0, plan.own, out=buffer[:own])
-    _wait(arriving)
-    return [_rows(buffer) for _, buffer in found]
+    for *_, transfer in moves:
+        _wait(transfer)
+    return [_rows(buffer) for _, buffer, _ in moves]
 
 
 def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -40,23 +42,21 @@ def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequ
         dtypes: of the results.
     """
     own, count = len(plan.own), plan.tiles.shape[1]
-    found, arriving = [], []
+    moves = []
     for gradient in gradients:
         tiles = _tiles(gradient, plan)
         parts = tiles.new_empty((len(plan.sends), *tiles.shape[1:]))
-        arriving.append(_all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group))
-        found.append((tiles, parts))
-    totals = []
-    for tiles, _ in found:
+        moves.append((tiles, parts, _all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group)))
+    sums = []
+    for (tiles, parts, transfer), dtype in zip(moves, dtypes, strict=True):
         total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))
         if own < count:
             total = total.new_zeros((count, *tiles.shape[1:])).index_copy_(0, plan.own, total)
-        totals.append(total)
-    _wait(arriving)
-    for total, (_, parts) in zip(totals, found, strict=True):
+        _wait(transfer)
         for places, part in zip(plan.sends.split(plan.send_counts), parts.split(plan.send_counts), strict=True):
             total.index_add_(0, places, part.to(total.dtype))  # no place twice
-    return [_rows(total.to(dtype)) for total, dtype in zip(totals, dtypes, strict=True)]
+        sums.append(_rows(total.to(dtype)))
+    return sums
 
 
 def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group) -> Any:
@@ -68,10 +68,10 @@ def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], gr
     return torch.distributed.all_to_all_single(out, x, received, sent, group=group, async_op=True)
 
 
-def _wait(transfers: list) -> None:
-    for transfer in transfers:
-        if transfer is not None:
-            transfer.wait()
+def _wait(transfer: Any) -> None:
+    """Let the current stream wait for a transfer."""
+    if transfer is not None:
+        transfer.wait()
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:

@@ -114,7 +114,7 @@ class Exchange:
         if self.meanwhile:
             self.meanwhile()
         if arrived is not None and self.y is not None:
-            add_summands(arrived, self.y)
+            add_summands(arrived, self.y, places_of(arrived))
 
     def push(self, peers: Peers, link: Link) -> None:
         """Copy and store to peers' memory, during the GEMMs."""
@@ -217,7 +217,8 @@ def places_of(summands: Tensor) -> Tensor | None:
 
 
 def add_summands(arrived: Tensor, y: Tensor, places: Tensor | None = None) -> None:
-    """Write the sum over ranks of summands (ranks, t, N) to y: added in FP32 in their order, rounded once."""
+    """Write the sum over ranks of summands (ranks, t, N) to y: added in FP32 in their order, rounded once; without
+    `places`, those of more than two ranks in torch's order."""
     if len(arrived) == 2:
         torch.add(*arrived, out=y)
     elif places is None:

@@ -313,9 +313,10 @@ class BsrModule(Parametrizable):
             return
         if is_dtensor(value):  # as fully_shard sets it, also after each use
             mesh, before = value.device_mesh, self._shard_mesh
-            if before is not None and before.ndim > mesh.ndim and not self._compared:  # gathered, but for some dims
-                kept = mesh.mesh_dim_names or ()
-                self.compare_patterns([i for i, dim in enumerate(before.mesh_dim_names) if dim not in kept])
+            names, kept = (getattr(m, "mesh_dim_names", None) or () for m in (before, mesh))
+            gathered = [i for i, dim in enumerate(names) if dim not in kept]
+            if gathered and not self._compared and not self.crow_indices.is_meta:  # tensor parallel and fully sharded
+                self.compare_patterns(gathered)
             self.__dict__["_shard_mesh"] = mesh
         elif self._shard_mesh is not None and not self._compared and not self.crow_indices.is_meta:
             self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
