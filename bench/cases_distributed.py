@@ -65,13 +65,14 @@ def tensor_parallel(sequence: bool, training: bool, overlap: bool = False) -> Ca
         def shards(t: torch.Tensor) -> torch.Tensor:
             return ffn.down.local_forward(ffn.gate_up.local_forward(t))
 
-        calls = {"tensor parallel": lambda: ffn(x), "shards": lambda: shards(whole)}
         if training:
             parameters = list(ffn.parameters())
             calls = {
                 "tensor parallel": step_of(ffn, x.requires_grad_(), dx, parameters),
                 "shards": step_of(shards, whole.detach().requires_grad_(), dy, parameters),
             }
+        else:
+            calls = {"tensor parallel": lambda: ffn(x), "shards": lambda: shards(whole)}
         with torch.set_grad_enabled(training):
             return result(timed(calls | {f"{name}, in a row": in_a_row(call) for name, call in calls.items()}), ffn)
 

@@ -53,7 +53,7 @@ def timed(
     Before each call, or its repeats, the GPUs wait, so that the host's time is hidden; then they meet in a collective.
 
     hot_ms: a call is repeated for so long before it is timed, so that all are timed at the clock that they can keep. At
-        its power limit a GPU lowers its clock within 100 ms, and calls that follow a pause, or others that are shorter,
+        its power limit a GPU lowers its clock for a few 100 ms, and calls that follow a pause, or shorter ones,
         would be timed at a higher one.
     """
     end = time.perf_counter() + WARM_S

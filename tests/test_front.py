@@ -127,7 +127,10 @@ def test_compiled_forward_mode_raises(place, name):
     with forward_ad.dual_level():
         with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
             run(forward_ad.make_dual(x, x))
-        near(run(x), expected, place)  # a tensor without a tangent is an ordinary one
+        if name == "bsr_gated_linear":  # torch computes its gate in such a level, and rounds otherwise
+            near(run(x), expected, place)
+        else:
+            assert torch.equal(run(x), expected), "a tensor without a tangent is an ordinary one"
 
 
 def test_the_host_code_is_not_compiled(case):

@@ -292,10 +292,10 @@ def spread(counts: Tensor, rows: Tensor, wanted: Tensor, n_rows: int, blocksize:
     place = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
     begin = torch.arange(rows.shape[2], dtype=torch.int32, device=rows.device) * blocksize[1] // blocksize[0] % n_rows
     first, last = rows[..., 0], rows.gather(-1, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
-    wanted = (wanted & (counts > 0) & (last - first == counts - 1))[..., None]
-    first, counts = first[..., None].clone(), counts.clamp(min=1)[..., None]
+    wanted = wanted & (counts > 0) & (last - first == counts - 1)
+    first, counts = first[..., None], counts.clamp(min=1)[..., None]
     rotated = first + (place + begin[:, None] - first) % counts
-    torch.where(wanted & (place < counts), rotated, rows, out=rows)
+    torch.where(wanted[..., None] & (place < counts), rotated, rows, out=rows)
 
 
 def _transposed(mask) -> tuple:

@@ -184,8 +184,8 @@ class BlockQTiles:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast. Full blocks may come
-    in any order, but ascend where `ranks` are given.
+    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast. Full blocks
+    ascend where `ranks` are given, and need not elsewhere.
 
     With `ranges`, lists are (B, H * ranges, Mk, part): range r has rows of blocks r * part to before (r + 1) * part,
     and its lists count from the first of these.

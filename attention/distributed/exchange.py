@@ -23,9 +23,8 @@ def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor
         tiles = _tiles(x, plan)
         buffer = tiles.new_empty((len(plan.buffer), *tiles.shape[1:]))
         sent = tiles.index_select(0, plan.sends)
-        moves.append(
-            (tiles, buffer, _all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group))
-        )
+        transfer = _all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group)
+        moves.append((tiles, buffer, transfer))
     for tiles, buffer, _ in moves:
         torch.index_select(tiles, 0, plan.own, out=buffer[:own])
     for *_, transfer in moves:
@@ -46,7 +45,8 @@ def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequ
     for gradient in gradients:
         tiles = _tiles(gradient, plan)
         parts = tiles.new_empty((len(plan.sends), *tiles.shape[1:]))
-        moves.append((tiles, parts, _all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group)))
+        transfer = _all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group)
+        moves.append((tiles, parts, transfer))
     sums = []
     for (tiles, parts, transfer), dtype in zip(moves, dtypes, strict=True):
         total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))

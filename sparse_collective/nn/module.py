@@ -311,14 +311,15 @@ class BsrModule(Parametrizable):
         super().__setattr__(name, value)
         if name != "values":
             return
+        before: Any = self._shard_mesh
+        unknown = before is not None and not self._compared and not self.crow_indices.is_meta
         if is_dtensor(value):  # as fully_shard sets it, also after each use
-            mesh, before = value.device_mesh, self._shard_mesh
-            names, kept = (getattr(m, "mesh_dim_names", None) or () for m in (before, mesh))
-            gathered = [i for i, dim in enumerate(names) if dim not in kept]
-            if gathered and not self._compared and not self.crow_indices.is_meta:  # tensor parallel and fully sharded
-                self.compare_patterns(gathered)
+            mesh = value.device_mesh
+            if unknown and before.ndim > mesh.ndim:  # fully_shard gathered what is tensor parallel
+                kept = mesh.mesh_dim_names
+                self.compare_patterns([i for i, dim in enumerate(before.mesh_dim_names) if dim not in kept])
             self.__dict__["_shard_mesh"] = mesh
-        elif self._shard_mesh is not None and not self._compared and not self.crow_indices.is_meta:
+        elif unknown:
             self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 
     def __delattr__(self, name: str) -> None:

@@ -272,7 +272,7 @@ def test_sums_of_summands(ranks, dtype):
     expected = torch.zeros(37, 264, device="cuda")
     for t in summands:
         expected += t.float()
-    places = overlap.places_of(summands)
+    places = overlap.places_by_token(summands)
     assert (places is None) == (ranks == 2)
     for rows in (places, None):
         y = torch.full_like(summands[0], torch.nan)
