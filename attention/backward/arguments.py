@@ -7,7 +7,7 @@ from cute_kernels.tile.element import element_of
 
 from ..forward.arguments import function_args, offsets_args, score_args, sinks_args
 from .config import PREPARE_WARPS as WARPS
-from .config import BackwardFacts, ConvertFacts, PrepareFacts
+from .config import BackwardFacts, ConvertFacts, PrepareFacts, SumsFacts
 
 
 def heads(facts, width: int, dtype: str | None = None):
@@ -60,13 +60,19 @@ def convert_args(facts: ConvertFacts) -> tuple:
     return dq, cu_seqlens(facts), heads(facts, facts.head_dim, facts.grad_dtype), Float32(1.0), fake_stream()
 
 
+def sums_args(facts: SumsFacts) -> tuple:
+    """Fakes of all arguments of SumParts."""
+    widths = facts.head_dim, facts.head_dim_v
+    return *(heads(facts, width, dtype) for dtype in ("float32", facts.dtype) for width in widths), fake_stream()
+
+
 def backward_args(facts: BackwardFacts) -> tuple:
     """Fakes of all arguments of FlashBackwardSm90 or FlashBackwardSm80."""
     from cutlass import Float32, Int32
 
     dim, dim_v = facts.head_dim, facts.head_dim_v
     tensors = [heads(facts, width) for width in (dim, dim, dim_v, dim_v)]
-    tensors += [heads(facts, width, "float32" if facts.ranges else facts.grad_dtype) for width in (dim, dim_v)]
+    tensors += [heads(facts, width, "float32" if facts.shared_kv else facts.grad_dtype) for width in (dim, dim_v)]
     arrays = tiles(2, facts.config.tile_m), tiles(facts.config.tile_m * dim)
     blocks = None
     if facts.blocks is not None:
@@ -80,5 +86,6 @@ def backward_args(facts: BackwardFacts) -> tuple:
     scalars = Float32(1.0), Float32(0.0), Float32(1.0), *bounds, *offsets_args(facts)
     turns: tuple = (fake_tensor("int32", 2, 1, 1) if facts.deterministic else None,)
     if facts.path == "sm_90":  # a persistent kernel
-        turns, scalars = (*turns, fake_tensor("int32", 1, 0, 1)), (*scalars, Int32(1))
+        turns = *turns, fake_tensor("int32", 1, 0, 1), Int32(1) if facts.split_heads else None
+        scalars = *scalars, Int32(1)
     return *tensors, *arrays, *turns, cu_seqlens(facts), cu_seqlens(facts), blocks, *score, *scalars, fake_stream()

@@ -38,7 +38,10 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 yield pick(replace(plain, window=BOTH, softcap=True))
                 blocks = BlockKind(*BLOCKSIZES[turn % len(BLOCKSIZES)], MASKS["tensors"])
                 yield pick(replace(plain, softcap=True, blocks=blocks))
+                if path == "sm_90":
+                    yield pick(replace(plain, window=WindowKind(right=True), split_heads=True))
             if first and dim == ALL_FEATURES:
+                yield from split_kernels(plain)
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
@@ -55,6 +58,18 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
         yield pick(BackwardFacts(spec.target, path, None, "float16", 192, 128))
     if spec.path == "sm_90":
         yield from selected_kernels(spec)
+
+
+def split_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
+    """Work items of some heads: packed, shards, block masks, score_mods."""
+    if plain.path == "sm_90":
+        split, causal = replace(plain, split_heads=True), WindowKind(right=True)
+        yield pick(replace(split, window=causal, packed=True))
+        yield pick(replace(split, window=causal, softcap=True))
+        yield pick(replace(split, window=causal, offsets=True))
+        yield pick(replace(split, window=causal, score=SCORES["bias"], score_sums=(0,)))
+        yield pick(replace(split, blocks=BlockKind(128, 128, MASKS["tensors"])))
+        yield from (pick(replace(split, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
 
 
 def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:
@@ -91,9 +106,11 @@ def usual(op: str, spec: ArchSpec, dtype: str, dim: int) -> Iterator[BackwardFac
     if dim not in HEAD_DIMS:
         raise ValueError(f"head dimension must be one of {', '.join(map(str, HEAD_DIMS))}, got {dim}")
     plain = BackwardFacts(spec.target, spec.path, None, dtype, dim, dim)
+    splits = (False, True) if spec.path == "sm_90" else (False,)
     if op == "block_sparse_attention":
-        for sides in BLOCKSIZES:
-            yield pick(replace(plain, blocks=BlockKind(*sides, None)))
+        for sides, split in itertools.product(BLOCKSIZES, splits):
+            yield pick(replace(plain, blocks=BlockKind(*sides, None), split_heads=split))
         return
     for right, packed in itertools.product((False, True), (False, True)):
-        yield pick(replace(plain, window=WindowKind(right=right), packed=packed))
+        for split in splits if right else (False,):
+            yield pick(replace(plain, window=WindowKind(right=right), packed=packed, split_heads=split))

@@ -209,7 +209,8 @@ class BackwardFacts:
     offsets: bool = False  # True if q_offset and k_offset are arguments; see FlashFacts
     grad_dtype: str | None = None  # of dK and dV; None: the operands'
     packed_heads: int = 1  # query heads of a KV head whose rows are interleaved, with a mask of these rows; sm_90
-    ranges: bool = False  # True if a KV tile has work items for ranges of query rows, with FP32 dK and dV (ranges.py)
+    ranges: bool = False  # True if a KV tile has work items for ranges of query rows (ranges.py)
+    split_heads: bool = False  # True if a KV tile has work items for some of its query heads each (items.py)
 
     @cached_property
     def spec(self) -> ArchSpec:
@@ -219,6 +220,11 @@ class BackwardFacts:
     def element(self) -> Element:
         """Element type of Q, K, V, O and their gradients."""
         return element_of(self.dtype)
+
+    @property
+    def shared_kv(self) -> bool:
+        """True if several work items have parts of dK and dV of a KV tile, in FP32."""
+        return self.ranges or self.split_heads
 
     @cached_property
     def members(self) -> MemberKind | None:
@@ -286,3 +292,15 @@ class ConvertFacts:
     packed: bool
     grad_dtype: str | None = None  # of dQ; None: the operands'
     packed_heads: int = 1  # BackwardFacts'
+
+
+@dataclass(frozen=True)
+class SumsFacts:
+    """Traits of the kernel that adds parts of dK and dV (sum_parts.py)."""
+
+    family: ClassVar[str] = "backward sums"
+    arch: str
+    dtype: str  # of dK and dV
+    head_dim: int
+    head_dim_v: int
+    packed: bool

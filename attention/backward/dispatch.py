@@ -18,12 +18,12 @@ from cute_kernels.runtime.workspace import zeros
 
 from .. import plan as planning
 from ..arguments import VALUES, AttentionArgs
-from ..block_sparse import by_length, contents_of, element_of, with_causal
+from ..block_sparse import contents_of, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
-from ..forward.heuristics import heads_in_l2
+from ..forward.heuristics import BLOCKS_VISITED, L2_BYTES
 from ..masks.block_lists import MOST, equal_counts
-from ..masks.mask_mods import window_bounds
+from ..masks.mask_mods import is_bounded, window_bounds
 from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
@@ -31,6 +31,7 @@ from ..selected.blocks import SIDE, has_members
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
+from .items import NEAR_BYTES, empty_parts, heads_of_an_item, order_of_items
 from .ranges import items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
@@ -49,9 +50,13 @@ class BackwardPlan(CallPlan):
 
     prepare: Any = None
     convert: Any = None
+    sum: Any = None  # of parts of dK and dV; None unless heads are split
     tiles: int = 0  # query tiles of all heads
     scalars: tuple = ()  # scalar arguments of the main kernel, in order; OFFSETS is replaced in calls that have offsets
     scale: float = 1.0
+    item_heads: int = 1  # query heads of a work item
+    split: int | None = None  # the same, if it has not all that share a head of K and V
+    parts: int = 0  # work items of all heads for each KV tile, if heads are split
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
     # of the semaphores, int32 (tiles, dq_groups), or None
@@ -92,11 +97,11 @@ def backward(
     offsets = None
     if args.q_offset is not None or args.k_offset is not None:
         offsets = check_offsets(args.op, args.q_offset, args.k_offset, q.shape[2], k.shape[2])
-    kind, reads = None, ()
+    kind, reads, bounded = None, (), False
     if mask is not None:
         mask = with_causal(mask) if args.causal else mask
         element, reads = element_of(mask, q.shape[0], q.shape[1] // packed_heads, offsets)
-        kind = BlockKind(mask.blocksize[0], mask.blocksize[1], element)
+        kind, bounded = BlockKind(mask.blocksize[0], mask.blocksize[1], element), is_bounded(mask.mask_mod)
     packed, mod = args.packed, None
     slots: tuple = ()
     of_captured: Any = ()
@@ -107,7 +112,7 @@ def backward(
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
     values: Any = args[VALUES]
-    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
+    key = values, kind, bounded, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
@@ -121,14 +126,18 @@ def backward(
             t if view is None else view(t) for t, view in zip((*tensors, *gradients), plan.views, strict=True)
         )
     dq, dk, dv = views
-    sums_kv = zero_sums(k, v) if plan.facts.ranges else (dk, dv)
+    to_kv = dk, dv
+    if plan.split:
+        to_kv = empty_parts(k, plan.parts), empty_parts(v, plan.parts)
+    elif plan.facts.ranges:
+        to_kv = zero_sums(k, v)
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
     captured = None if score is None else score.reads, of_captured
     device = plan.device
     rows, dq_accum, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order: tuple = (turns,)
     if plan.facts.path == "sm_90":
-        order = *order, zeros(device, 1, torch.int32)  # the tile counter
+        order = *order, zeros(device, 1, torch.int32), plan.split  # the tile counter
     blocks = None
     if mask is not None:
         if plan.facts.ranges:
@@ -136,7 +145,7 @@ def backward(
         elif plan.facts.deterministic:
             blocks = *lists_of(mask), ranks_of(mask), *reads
         else:
-            blocks = *spread_lists_of(mask), kv_order(mask, rows_of(q, packed_heads), k.shape[1], plan.facts), *reads
+            blocks = *lists_of(mask), kv_order(mask, rows_of(q, packed_heads), plan), *reads
     sink_sums: Any = None
     if sinks is not None:
         sink_sums = plan.new((plan.tiles, PREPARE_WARPS), (PREPARE_WARPS, 1), torch.float32)
@@ -145,10 +154,12 @@ def backward(
     if plan.facts.offsets:
         scalars = *scalars[:OFFSETS], offsets, *scalars[OFFSETS + 1 :]
     plan.prepare(out, dout, lse.contiguous(), dlse, cu_seqlens[0], rows, dq_accum, turns, sinks, sink_sums)
-    plan.function(q, k, v, dout, *sums_kv, rows, dq_accum, *order, *cu_seqlens, blocks, *captured, *scalars)
+    plan.function(q, k, v, dout, *to_kv, rows, dq_accum, *order, *cu_seqlens, blocks, *captured, *scalars)
     if plan.facts.ranges:
-        convert(sums_kv, plan.scale, (dk, dv))
+        convert(to_kv, plan.scale, (dk, dv))
     plan.convert(dq_accum, cu_seqlens[0], dq, plan.scale)
+    if plan.split:
+        plan.sum(*to_kv, dk, dv)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
@@ -186,9 +197,18 @@ def plan_backward(
         **score_and_mask,
     )
     facts = pick(facts)
+    per_head = q.shape[1] // facts.packed_heads // k.shape[1]
+    plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, item_heads=per_head)
     if in_ranges(facts, args.block_mask):
         facts = pick(replace(facts, ranges=True))
-    plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, facts=facts)
+    elif facts.path == "sm_90" and not facts.deterministic:
+        columns = len(k) if args.packed else len(k) * k.shape[2]
+        tiles = -(-columns // facts.config.tile_n) * k.shape[1]
+        plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms)
+        if plan.item_heads < per_head:
+            facts, plan.split = pick(replace(facts, split_heads=True, grad_dtype=None)), plan.item_heads
+            plan.parts = k.shape[1] * (per_head // plan.item_heads)
+    plan.facts = facts
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     dtypes = dq_dtype, grad_dtype, grad_dtype
     results = [(f"d{name}", gradient_of(t, "meta", to)) for (name, t), to in zip(named[:3], dtypes, strict=True)]
@@ -220,7 +240,23 @@ def plan_backward(
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts, None if dq_dtype is None else NAMES[dq_dtype]))
+    if facts.split_heads:
+        plan.sum = function_for(family.sums_of(facts, None if grad_dtype is None else NAMES[grad_dtype]))
     return plan
+
+
+def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> float:
+    """Estimated blocks of 128x128 scores of a KV tile and query head, on average; 0 if its heads should not be split.
+
+    That does not pay where KV tiles have the same length, as without a mask or in a window, and for block masks whose
+    rows of a head stay in L2. The host does not read how many blocks a mask has.
+    """
+    q, mask = args.q, args.block_mask
+    if mask is not None:
+        in_l2 = q.shape[2] * bytes_of_a_row(facts) < L2_BYTES
+        return 0 if in_l2 or is_bounded(mask.mask_mod) else q.shape[2] / 128 * BLOCKS_VISITED
+    rows = q.shape[2] if args.cu_seqlens_q is None else len(q) / max(len(args.cu_seqlens_q) - 1, 1)
+    return rows / 128 / 2 if bounds.count(None) == 1 else 0
 
 
 def interleaves(args: AttentionArgs, packed_heads: int, *dtypes: torch.dtype | None) -> bool:
@@ -262,40 +298,6 @@ def _of_sinks_alone(sinks: Tensor | None, dlse: Tensor | None, cu_seqlens_q: Ten
 def lists_of(mask) -> tuple:
     """The transposed lists of a BlockMask (by KV block), cached."""
     return mask.derived.get("transposed", mask.kv_num_blocks, partial(_transposed, mask), tuple, contents_of(mask))
-
-
-def spread_lists_of(mask) -> tuple:
-    """lists_of, where KV tiles that attend to one range of rows start at different rows of it and wrap around, as those
-    without a mask do (q_tiles.py); cached. Not for deterministic kernels."""
-    if mask.equal_rows or mask.by_row:  # often new in each call, which would not pay
-        return lists_of(mask)
-
-    def make() -> tuple:
-        *partials, counts, rows = _transposed(mask)
-        if mask.full_kv_indices.shape[-1]:
-            spread(counts, rows, partials[0] == 0, mask.n_block_rows, mask.blocksize)
-        return *partials, counts, rows
-
-    return mask.derived.get("spread", mask.kv_num_blocks, make, tuple, contents_of(mask))
-
-
-def spread(counts: Tensor, rows: Tensor, wanted: Tensor, n_rows: int, blocksize: tuple[int, int]) -> None:
-    """Rotate ascending rows (B, H, columns, width) of full blocks, in the `wanted` columns (B, H, columns) that have no
-    gap: column j begins with the row at its diagonal, modulo n_rows and then modulo its length.
-
-    KV tiles that run at the same time are neighbors, so they read neighboring rows, which stay in L2. Columns with
-    partial blocks are not wanted: they begin with these, and at different rows already.
-
-    Args:
-        counts: (B, H, columns) int32. Entries of `rows` past them are not read.
-    """
-    place = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
-    begin = torch.arange(rows.shape[2], dtype=torch.int32, device=rows.device) * blocksize[1] // blocksize[0] % n_rows
-    first, last = rows[..., 0], rows.gather(-1, (counts - 1).clamp(min=0)[..., None].long())[..., 0]
-    wanted = wanted & (counts > 0) & (last - first == counts - 1)
-    first, counts = first[..., None], counts.clamp(min=1)[..., None]
-    rotated = first + (place + begin[:, None] - first) % counts
-    torch.where(wanted[..., None] & (place < counts), rotated, rows, out=rows)
 
 
 def _transposed(mask) -> tuple:
@@ -345,18 +347,30 @@ def ranks_of(mask) -> Tensor:
     return mask.derived.get("ranks", mask.kv_num_blocks, make, tuple, contents_of(mask))[0]
 
 
-def kv_order(mask, shape: tuple, heads_kv: int, facts: BackwardFacts) -> Tensor:
-    """The order in which KV tiles are started, int32, cached; see problem.OrderedKvScheduler. shape: rows_of(q)."""
-    batch, heads, rows = shape
-    per_head, tile_n = heads // heads_kv, facts.config.tile_n
-    l2_heads = heads_in_l2(rows, bytes_of_a_row(facts) * per_head)
+def first_rows(lists: tuple, rows: int) -> Tensor:
+    """The first row of blocks in each column of transposed lists, int32 (B, H, columns); `rows` if it has none."""
+    first = torch.full_like(lists[0], rows)
+    for counts, indices in (lists[:2], lists[2:]):
+        if indices.shape[-1]:
+            first = torch.where(counts > 0, torch.minimum(indices[..., 0], first), first)
+    return first
+
+
+def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
+    """The order in which work items begin, int32, cached; see problem.OrderedKvScheduler. shape: rows_of(q)."""
+    batch, heads, _ = shape
+    tile_n, sms = plan.facts.config.tile_n, device_arch(plan.device.index)[1]
 
     def make() -> tuple[Tensor]:
-        partial, _, full, _ = spread_lists_of(mask)
-        count = (partial + full).expand(batch, heads, -1).unflatten(1, (heads_kv, per_head)).sum(2)
+        lists = lists_of(mask)
+        counts, begins = lists[0] + lists[2], first_rows(lists, mask.n_block_rows)
         tiles = tiles_of_a_head(mask.lengths[1], tile_n)
-        count = count.repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles].flatten(0, 1)
-        return (by_length(count, mask.n_block_rows * per_head, l2_heads).to(torch.int32),)
+        counts, begins = (
+            t.expand(batch, heads, -1).unflatten(1, (-1, plan.item_heads))
+            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (counts, begins)
+        )  # fmt: skip
+        near = max(NEAR_BYTES // (bytes_of_a_row(plan.facts) * mask.blocksize[0]), 1)
+        return (order_of_items(counts.sum(2).flatten(0, 1), begins.amin(2).flatten(0, 1), near, sms),)
 
-    key = "order of K", batch, heads, heads_kv, tile_n, l2_heads
+    key = "order of K", batch, heads, plan.item_heads, tile_n
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

@@ -16,8 +16,8 @@ from cute_kernels.tile.barriers import (
 
 from ..forward.config import HALF_SMEM
 from ..forward.family import short
-from .arguments import backward_args, convert_args, prepare_args
-from .config import AheadConfig, BackwardFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig
+from .arguments import backward_args, convert_args, prepare_args, sums_args
+from .config import AheadConfig, BackwardFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig, SumsFacts
 from .heuristics import unsupported
 
 OPS = "attention", "block_sparse_attention"
@@ -93,8 +93,8 @@ class FlashBackward(Family):
             features.append(f"blocks {facts.blocks.block_q}x{facts.blocks.block_k}{kind}")
         if facts.packed_heads > 1:
             features.append(f"{facts.packed_heads} heads in place")
-        if facts.ranges:
-            features.append("in ranges of rows")
+        switches = {"in ranges of rows": facts.ranges, "split heads": facts.split_heads}
+        features += [text for text, enabled in switches.items() if enabled]
         return {
             "path": facts.path,
             "configuration": str(facts.config),
@@ -173,6 +173,36 @@ class BackwardConvert(Family):
         }
 
 
+class BackwardSums(Family):
+    """Add the parts of dK and dV that work items of some heads stored."""
+
+    name = "backward sums"
+    ops = OPS
+
+    def entry(self, facts: SumsFacts):
+        from .sum_parts import SumParts
+
+        return SumParts(facts)
+
+    def arguments(self, facts: SumsFacts) -> tuple:
+        return sums_args(facts)
+
+    def catalogue(self, arch: str, quick: bool = False) -> list[SumsFacts]:
+        kernels = (facts for facts in FLASH_BACKWARD.catalogue(arch, quick) if facts.split_heads)
+        return list(dict.fromkeys(sums_of(facts, dtype) for facts in kernels for dtype in (None, "float32")))
+
+    def bundle(self, op: str, request: Request) -> Iterator[SumsFacts]:
+        return (sums_of(facts, None) for facts in FLASH_BACKWARD.bundle(op, request) if facts.split_heads)
+
+    def describe(self, facts: SumsFacts) -> dict[str, str]:
+        return {
+            "configuration": "rows of parts",
+            "problem": f"dK, dV D {_dims(facts.head_dim, facts.head_dim_v)}",
+            "operands": short(facts.dtype),
+            "epilogue": "packed" * facts.packed,
+        }
+
+
 def prepare_of(facts: BackwardFacts, lse_gradient: bool, sinks: str | None = None) -> PrepareFacts:
     """Facts of the prepare kernel that precedes a main kernel."""
     terms = facts.config.tile_m, facts.head_dim, facts.head_dim_v, lse_gradient, facts.packed, sinks
@@ -186,6 +216,11 @@ def convert_of(facts: BackwardFacts, dq_dtype: str | None) -> ConvertFacts:
     return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 
 
+def sums_of(facts: BackwardFacts, grad_dtype: str | None) -> SumsFacts:
+    """Facts of the kernel that adds the parts of a main kernel, to gradients of this dtype."""
+    return SumsFacts(facts.arch, grad_dtype or facts.dtype, facts.head_dim, facts.head_dim_v, facts.packed)
+
+
 def _dims(dim: int, dim_v: int) -> str:
     return f"{dim}/{dim_v}" if dim_v != dim else str(dim)
 
@@ -193,3 +228,4 @@ def _dims(dim: int, dim_v: int) -> str:
 FLASH_BACKWARD = register(FlashBackward())
 register(BackwardPrepare())
 register(BackwardConvert())
+register(BackwardSums())

@@ -57,8 +57,8 @@ def unsupported(facts: BackwardFacts) -> str | None:
     if facts.path == "sm_80":
         if facts.packed_heads > 1:
             return "rows of several heads have no kernel on the sm_80 path"
-        if facts.ranges:
-            return "ranges of query rows have no kernel on the sm_80 path"
+        if facts.shared_kv:
+            return "work items that share a KV tile have no kernel on the sm_80 path"
         try:
             cfg.warps(facts.head_dim, facts.head_dim_v)
         except ValueError as error:

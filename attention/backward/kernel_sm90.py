@@ -18,7 +18,8 @@ by semaphores (semaphores.py). CTAs fetch tile indices from a queue (forward/til
 are loaded while dK and dV of this tile are stored from registers.
 
 With `ranges` (ranges.py) a CTA iterates over the query tiles of one range of rows, and adds its part of dK and dV to
-FP32 accumulators before it reads the queue: with these in registers, too, the kernel would spill.
+FP32 accumulators; with `split_heads` (items.py) over those of some heads, and stores its part in FP32. Both before it
+reads the queue: with these in registers, too, the kernel would spill.
 """
 
 import cuda.bindings.driver as cuda
@@ -26,6 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.tile.barriers import Arrivals
 from cute_kernels.tile.hopper import WARPGROUP
@@ -71,12 +73,13 @@ class FlashBackwardSm90:
         mK: cute.Tensor,  # (B, Hkv, Sk, D), packed (total_k, Hkv, D)
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv), packed (total_k, Hkv, Dv)
         mdO: cute.Tensor,  # (B, H, Sq, Dv), packed (total_q, H, Dv)
-        mdK: cute.Tensor,  # as K; with ranges FP32 accumulators, see sums.py
+        mdK: cute.Tensor,  # as K; with ranges FP32 accumulators, see sums.py; with split_heads FP32 parts, see items.py
         mdV: cute.Tensor,  # as V, likewise
         rows: cute.Tensor,  # row_tiles: (B * H * tiles, 2, tile_m) FP32
         dq: cute.Tensor,  # row_tiles: dq_accum, (B * H * tiles, tile_m * D) FP32
         turns: cute.Tensor | None,  # (B * H * tiles, parts) int32 zeros; deterministic (semaphores.py)
         counter: cute.Tensor,  # (1,) int32, 0
+        item_heads: Int32 | None,  # query heads of a work item; BackwardFacts.split_heads
         cu_q: cute.Tensor | None,  # (B + 1,); packed
         cu_k: cute.Tensor | None,  # (B + 1,); packed
         blocks: tuple | None,  # see problem.problem_of; block mask
@@ -92,7 +95,7 @@ class FlashBackwardSm90:
         stream: cuda.CUstream,
     ):
         cfg, facts, loop = self.cfg, self.facts, self.mainloop
-        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right, offsets)
+        p = problem_of(facts, (mQ, mK, mV, mdO, mdK, mdV), rows, (cu_q, cu_k), blocks, left, right, offsets, item_heads)
         # (S, D, H, B)
         tQ, tK, tV, tdO = (permuted(t, (2, 3, 1, 0)) for t in (p.mQ, p.mK, p.mV, p.mdO))
         layouts = loop.layouts()
@@ -191,12 +194,12 @@ class FlashBackwardSm90:
                     pipe_v.consumer_wait(at_kv)
                 if const_expr(self.facts.packed):
                     self.zero_rows_past_the_end(storage, cutlass.max(seqlen.cols - tile.n * cfg.tile_n, 0))
-                terms = scale_log2, softcap, *score
+                terms, begun = (scale_log2, softcap, *score), at.count
                 if const_expr(self.mainloop.by_units):
                     rings = at_q, at, at_kv
                     at_q, at = self.steps_by_units(c, storage, terms, source, scheduler, seqlen, tile, rings)
                 else:
-                    for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
+                    for g in cutlass.range(scheduler.item_heads, unroll=1):
                         work = self.work_of(g, terms, source, scheduler, seqlen, tile)
                         part = self.mainloop.dq_part(group)
                         to = self.dq_work_of(work.tiles, work.h, part, (dq, turns), scheduler, seqlens, seqlen, tile)
@@ -209,9 +212,11 @@ class FlashBackwardSm90:
                     self.mainloop.drain(c)  # other CTAs wait for the semaphores, this CTA for its dQ buffers' reads
                 if const_expr(self.facts.ranges):
                     self.add(c, (mdK, mdV), tile, seqlen)
+                if const_expr(self.facts.split_heads):
+                    self.store_part(c, (mdK, mdV), tile, seqlen, scale, at.count != begun)
                 index, fields = queue.consume(len(fields), at_queue)
                 at_queue.advance()
-                if const_expr(not self.facts.ranges):
+                if const_expr(not self.facts.shared_kv):
                     self.store(c, (mdK, mdV), tile, seqlen, scale)
 
     @cute.jit
@@ -228,7 +233,7 @@ class FlashBackwardSm90:
             begin = self.first_head(source, scheduler, seqlen, tile)
         begun = at.count
         self.mainloop.begin(c, storage, self.work_of(begin, terms, source, scheduler, seqlen, tile), *rings)
-        for g in cutlass.range(begin, scheduler.qhead_per_kvhead, unroll=1):
+        for g in cutlass.range(begin, scheduler.item_heads, unroll=1):
             work = self.work_of(g, terms, source, scheduler, seqlen, tile)
             self.mainloop.prefetch_row(c, work, Int32(g == begin))
             for i in cutlass.range(Int32(g == begin), work.tiles.count, unroll=1):
@@ -241,8 +246,8 @@ class FlashBackwardSm90:
         return at_q, at
 
     def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
-        """The Work of query head g within the tile's head of K and V. terms: Work's fields from scale_log2 on."""
-        h = tile.h_kv * scheduler.qhead_per_kvhead + g
+        """The Work of the g-th query head of the work item. terms: Work's fields from scale_log2 on."""
+        h = tile.h * scheduler.item_heads + g
         tiles = source.for_tile(tile, h, seqlen)
         return Work(source, tiles, seqlen, tile.b, h, tile.n * self.cfg.tile_n, *terms)
 
@@ -264,8 +269,16 @@ class FlashBackwardSm90:
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
             column = self.mainloop.first_column(c, acc)
-            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.h_kv, None, None])
+            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.h, None, None])
             store_fragment(acc, begin, col, seqlen.cols)
+
+    @cute.jit
+    def store_part(self, c: Consumer, parts: tuple, tile, seqlen, scale: Float32, has_steps):
+        """Store this work item's part of dK and dV; zeros if it has no query tile."""
+        for acc in (c.acc_dK, c.acc_dV):
+            for v in range_constexpr(cute.size(acc)):
+                acc[v] = select_(has_steps, acc[v], Float32(0.0))
+        self.store(c, parts, tile, seqlen, scale)
 
     @cute.jit
     def add(self, c: Consumer, sums: tuple, tile, seqlen):
@@ -273,7 +286,7 @@ class FlashBackwardSm90:
         mdK, mdV = sums
         col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
-            begin = cute.domain_offset((0, self.mainloop.first_column(c, acc)), m[tile.b, tile.h_kv, None, None])
+            begin = cute.domain_offset((0, self.mainloop.first_column(c, acc)), m[tile.b, tile.h, None, None])
             add_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
@@ -287,19 +300,19 @@ class FlashBackwardSm90:
 
     @cute.jit
     def steps(self, source, scheduler, seqlen, tile) -> Int32:
-        """Number of query tiles, over all heads, that attend to the CTA's KV tile."""
-        count, heads = Int32(0), scheduler.qhead_per_kvhead
+        """Number of query tiles, over the item's heads, that attend to the CTA's KV tile."""
+        count, heads = Int32(0), scheduler.item_heads
         for g in cutlass.range(heads, unroll=1):
-            count += source.for_tile(tile, tile.h_kv * heads + g, seqlen).count
+            count += source.for_tile(tile, tile.h * heads + g, seqlen).count
         return count
 
     @cute.jit
     def first_head(self, source, scheduler, seqlen, tile) -> Int32:
-        """The first query head of the KV head with query tiles that attend to the CTA's KV tile; 0 if there is none."""
-        first, heads = Int32(0), scheduler.qhead_per_kvhead
+        """The item's first query head with query tiles that attend to the CTA's KV tile; 0 if there is none."""
+        first, heads = Int32(0), scheduler.item_heads
         for g in cutlass.range(heads, unroll=1):
             from_last = heads - 1 - g
-            if source.for_tile(tile, tile.h_kv * heads + from_last, seqlen).count > 0:
+            if source.for_tile(tile, tile.h * heads + from_last, seqlen).count > 0:
                 first = from_last
         return first
 
@@ -321,8 +334,8 @@ class FlashBackwardSm90:
                 if left > 0:
                     self.dq_store.free(group, (at.index + j) % cfg.sums)
                 left -= 1
-            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-                h = tile.h_kv * scheduler.qhead_per_kvhead + g
+            for g in cutlass.range(scheduler.item_heads, unroll=1):
+                h = tile.h * scheduler.item_heads + g
                 tiles = source.for_tile(tile, h, seqlen)
                 to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
                 if const_expr(facts.deterministic and cfg.sums == 2):
@@ -355,16 +368,16 @@ class FlashBackwardSm90:
             do_part = self.partition(*do, (self.mainloop.piece_rows, facts.head_dim_v), seqlen.q0)
             k_part = self.partition(*k, (cfg.tile_n, facts.head_dim), seqlen.k0)
             v_part = self.partition(*v, (cfg.tile_n, facts.head_dim_v), seqlen.k0)
-            place = tile.n, 0, tile.h_kv, seqlen.b
+            place = tile.n, 0, scheduler.h_kv(tile), seqlen.b
             for pipe, part in ((pipe_v, v_part), (pipe_k, k_part)):  # V is released first
                 pipe.producer_acquire(at_kv)
                 self.load(part, place, pipe, at_kv, at_kv.index)
             at_kv.advance()
-            last = (tile.h_kv + 1) * scheduler.qhead_per_kvhead - 1
+            last = (tile.h + 1) * scheduler.item_heads - 1
             count = self.mainloop.step_count(source.for_tile(tile, last, seqlen).count)
             number, fetch_at = index + step, cutlass.max(count - FETCH_AHEAD, 0)
-            for g in cutlass.range(scheduler.qhead_per_kvhead, unroll=1):
-                h = tile.h_kv * scheduler.qhead_per_kvhead + g
+            for g in cutlass.range(scheduler.item_heads, unroll=1):
+                h = tile.h * scheduler.item_heads + g
                 tiles = source.for_tile(tile, h, seqlen)
                 first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)

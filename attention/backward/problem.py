@@ -15,13 +15,15 @@ from .q_tiles import BlockRows, WindowRows
 from .row_tiles import DenseRows, PackedRows, interleaved
 from .sizes import bytes_of_a_row, tiles_of_a_head
 
+LAST_TILES = 256  # of a KvScheduler's last group: about two for each multiprocessor
+
 
 @dataclass(frozen=True)
 class KvTile:
-    """KV tile n of KV head h_kv in batch b."""
+    """KV tile n in batch b, with the h-th of as many query heads as a work item has (KvScheduler.item_heads)."""
 
     n: Int32
-    h_kv: Int32
+    h: Int32
     b: Int32
     range: Int32 | None = None  # of query rows; BackwardFacts.ranges
 
@@ -31,8 +33,11 @@ class KvScheduler:
     """Schedules all tiles of a group of `l2_heads` heads, then those of the next group. In a group the first tiles of
     each head come first.
 
-    With a causal mask the first tiles are the longest, since all rows attend to them. from_last: in all groups but the
-    last one, the last tiles come first (q_tiles).
+    With a causal mask the first tiles are the longest, since all rows attend to them. The last group has LAST_TILES
+    tiles or more, so that its longest ones do not finish last. from_last: in all groups but the last one, the last
+    tiles come first (q_tiles).
+
+    A head is here the query heads of a work item: all that share a KV head, or `split` of these (items.py).
     """
 
     tiles_k: Int32
@@ -41,38 +46,44 @@ class KvScheduler:
     heads_kv: Int32
     batch: Int32
     l2_heads: Int32
+    last_heads: Int32 | None = None  # first head of the last group; None with a table
     from_last: cutlass.Constexpr[bool] = False
+    split: Int32 | None = None
 
     @property
-    def qhead_per_kvhead(self) -> Int32:
-        return self.heads // self.heads_kv
+    def item_heads(self) -> Int32:
+        return self.heads // self.heads_kv if self.split is None else self.split
+
+    @property
+    def items(self) -> Int32:
+        """Work items of the KV tiles with one number, in all heads of a batch."""
+        return self.heads_kv if self.split is None else self.heads // self.split
+
+    def h_kv(self, tile: KvTile) -> Int32:
+        return tile.h if self.split is None else tile.h * self.heads_kv // self.items
 
     @property
     def count(self) -> Int32:
-        return self.tiles_k * self.heads_kv * self.batch
+        return self.tiles_k * self.items * self.batch
 
     @property
     def most(self) -> Int32:
         """At least `count`, and known before the launch."""
         return self.count
 
-    @property
-    def last_heads(self) -> Int32:
-        """The first KV head of the last group."""
-        return (self.heads_kv * self.batch - 1) // self.l2_heads * self.l2_heads
-
     def decode(self, index) -> KvTile:
         return KvTile(*self.fields(index))
 
     def fields(self, index) -> tuple:
         """Fields of a KvTile; undefined for an index past the last tile."""
-        begin = index // (self.l2_heads * self.tiles_k) * self.l2_heads  # first head of its group
-        here = cutlass.max(cutlass.min(self.l2_heads, self.heads_kv * self.batch - begin), 1)
+        begin = cutlass.min(index // (self.l2_heads * self.tiles_k) * self.l2_heads, self.last_heads)
+        is_last = begin == self.last_heads
+        here = select_(is_last, self.items * self.batch - begin, self.l2_heads)
         rest = index - begin * self.tiles_k
         n, head = rest // here, begin + rest % here
         if self.from_last:
-            n = select_(begin >= self.last_heads, n, self.tiles_k - 1 - n)
-        return n, head % self.heads_kv, head // self.heads_kv
+            n = select_(is_last, n, self.tiles_k - 1 - n)
+        return n, head % self.items, head // self.items
 
 
 @dataclass(frozen=True)
@@ -83,21 +94,21 @@ class PackedKvScheduler(KvScheduler):
     tile_n: int = 0
 
     def fields(self, index) -> tuple:
-        number, h_kv, _ = KvScheduler.fields(self, index)
+        number, h, _ = KvScheduler.fields(self, index)
         b, n = self.seqlens.find_k(number, self.tile_n)
-        return n, h_kv, b
+        return n, h, b
 
 
 @dataclass(frozen=True)
 class OrderedKvScheduler(KvScheduler):
     """Scheduler in the order of a table (dispatch.kv_order), for example tiles with the most blocks first."""
 
-    order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h_kv + heads_kv * b)
+    order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h + items * b)
 
     def fields(self, index) -> tuple:
         number = self.order[cutlass.min(index, self.count - 1)]
         head = number // self.tiles_k
-        return number % self.tiles_k, head % self.heads_kv, head // self.heads_kv
+        return number % self.tiles_k, head % self.items, head // self.items
 
 
 @dataclass(frozen=True)
@@ -142,13 +153,17 @@ class Problem:
 
 
 def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):
-    """Number of KV heads whose `rows` query rows fit in L2. rows: for packed sequences, the mean length.
-
-    These heads also have about 256 KV tiles, twice the number of SMs, so that the longest tiles of the last group do
-    not finish last.
+    """Number of KV heads whose `rows` query rows fit in L2. rows: for packed sequences, the mean length. With split
+    heads, heads_kv is KvScheduler.items.
     """
     bytes_a_row = bytes_of_a_row(facts) * (heads // heads_kv)
     return cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
+
+
+def last_heads(heads, tiles_k, l2_heads):
+    """KvScheduler's, of that many heads in all."""
+    tail = (LAST_TILES - 1) // cutlass.max(tiles_k, 1) + 1
+    return cutlass.max(heads - tail, 0) // l2_heads * l2_heads
 
 
 def problem_of(
@@ -160,24 +175,24 @@ def problem_of(
     left: Int32 | None,  # bounds of the window; None with a block mask
     right: Int32 | None,
     offsets: tuple | None,  # (q_offset, k_offset); BackwardFacts.offsets
+    split: Int32 | None = None,  # KvScheduler's
 ) -> Problem:
     mQ, mK, *_ = tensors
     cfg = facts.config
     if facts.packed:
         (rows, heads, _), (cols, heads_kv, _) = mQ.shape, mK.shape
-        seqlens, sequences = PackedRows(*cu_seqlens, rows, cols), cu_seqlens[0].shape[0] - 1
+        seqlens, sequences, batch = PackedRows(*cu_seqlens, rows, cols), cu_seqlens[0].shape[0] - 1, 1
         tiles = tiles_of_a_head(cols, cfg.tile_n, sequences), arrays.shape[0] // heads
-        fit = heads_in_l2(facts, rows // cutlass.max(sequences, 1), heads, heads_kv)
-        scheduler = PackedKvScheduler(*tiles, heads, heads_kv, 1, fit, seqlens=seqlens, tile_n=cfg.tile_n)
-        tensors = [one_item(t, (1, 0, 2)) for t in tensors]
+        tensors, rows = [one_item(t, (1, 0, 2)) for t in tensors], rows // cutlass.max(sequences, 1)
     else:
         tensors = [interleaved(t, facts.packed_heads) if i in (0, 3) else t for i, t in enumerate(tensors)]
         (batch, heads, _, _), (_, heads_kv, cols, _) = tensors[0].shape, mK.shape
         rows = mQ.shape[2] * facts.packed_heads
         seqlens = DenseRows(rows, cols, *(offsets or ()))
-        fit = heads_in_l2(facts, rows, heads, heads_kv, batch)
         tiles = tiles_of_a_head(cols, cfg.tile_n), arrays.shape[0] // (heads * batch)
-        scheduler = KvScheduler(*tiles, heads, heads_kv, batch, fit)
+    items = heads_kv if split is None else heads // split
+    fit = heads_in_l2(facts, rows, heads, items, batch)
+    shape = *tiles, heads, heads_kv, batch, fit
     if facts.blocks is not None:
         lists, (order, *mask_tensors) = blocks[:4], blocks[4:]
         ranks, ranges = order if facts.deterministic else None, None
@@ -185,16 +200,23 @@ def problem_of(
         if facts.ranges:
             listed, *mask_tensors = mask_tensors
             of_blocks = {"order": order, "listed": listed, "blocks": lists[0].shape[2], "tiles": sides[0]}
-            scheduler = RangedKvScheduler(*tiles, heads, heads_kv, batch, fit, **of_blocks)
+            scheduler = RangedKvScheduler(*shape, **of_blocks)
             ranges = cute.ceil_div(tiles[1] // sides[1], lists[1].shape[3])
-        elif not facts.deterministic:
-            scheduler = OrderedKvScheduler(*tiles, heads, heads_kv, batch, fit, order=order)
+        elif facts.deterministic:
+            scheduler = KvScheduler(*shape, last_heads(items * batch, tiles[0], fit))
+        else:
+            scheduler = OrderedKvScheduler(*shape, split=split, order=order)
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides, ranges)
     else:
+        last = last_heads(items * batch, tiles[0], fit)
+        if facts.packed:
+            scheduler = PackedKvScheduler(*shape, last, split=split, seqlens=seqlens, tile_n=cfg.tile_n)
+        else:
+            scheduler = KvScheduler(*shape, last, split=split)
         around = not (facts.window.left or facts.window.right or facts.deterministic)
-        down, last_heads = facts.deterministic and facts.window.right, None
+        down, heads_down = facts.deterministic and facts.window.right, None
         if down and not facts.window.left:
             scheduler = replace(scheduler, from_last=True)
-            down, last_heads = False, (scheduler.last_heads * (heads // heads_kv), 0 if facts.packed else heads)
-        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, down, last_heads)
+            down, heads_down = False, (last * (heads // heads_kv), 0 if facts.packed else heads)
+        source = WindowRows(facts.window, cfg.tile_m, cfg.tile_n, left, right, around, down, heads_down)
     return Problem(*tensors, scheduler, seqlens, source)

@@ -1,12 +1,11 @@
 """Iterators over the query tiles that attend to a KV tile, for backward's mainloops.
 
 They are the transpose of forward/kv_tiles.py and block_source.py: a tile of scores is *partial* if some of its elements
-are masked. Tiles come in ascending order, with two exceptions; with a block mask the partial ones come first, and then
-the full ones in the order of their list.
+are masked. Tiles come in ascending order, or with a block mask the partial ones first, with two exceptions.
 
 Without a mask each KV tile starts at a different query tile and wraps around. KV tiles that run at the same time would
 otherwise add to the same part of dq_accum at the same time. With a causal mask they start on the diagonal, so they are
-spread already. Lists of full blocks are rotated (dispatch.spread).
+spread already.
 
 Deterministic accumulation (semaphores.py) with a right bound has two orders in which no KV tile waits long. *Up*: the
 KV tiles of a head start from the last one, accumulate in that order, and iterate upwards from the diagonal. Tile n
@@ -184,8 +183,7 @@ class BlockQTiles:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast. Full blocks
-    ascend where `ranks` are given, and need not elsewhere.
+    """The transposed lists of a BlockMask (by KV block). A batch or head extent of 1 is broadcast.
 
     With `ranges`, lists are (B, H * ranges, Mk, part): range r has rows of blocks r * part to before (r + 1) * part,
     and its lists count from the first of these.

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask as create_flex_m
 
 from attention import BlockMask, block_sparse, block_sparse_attention, create_block_mask, flops, patterns, torch_op
 from attention.backward import dispatch
-from attention.distributed.plan import plans
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
 from cute_kernels.testing.reference import normal, seed
@@ -168,39 +167,6 @@ def test_equal_rows_of_a_tensor_that_is_written_to():
                 assert torch.equal(lists, expected)
         indices.copy_(3 - indices)
     assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
-
-
-MASKS = {
-    "full": lambda: [BlockMask.from_blocks(torch.ones(1, 1, 8, 8, dtype=torch.bool))],
-    "rectangular": lambda: [BlockMask.from_blocks(torch.ones(1, 1, 4, 12, dtype=torch.bool))],
-    "narrow blocks": lambda: [BlockMask.from_blocks(torch.ones(1, 2, 8, 16, dtype=torch.bool), (128, 64))],
-    "causal": lambda: [patterns.causal((1024, 1024), device="cpu")],
-    "random": lambda: [BlockMask.from_blocks(torch.rand(2, 4, 16, 8) < 0.3)],
-    "shards": lambda: [plan.mask for plan in plans(patterns.causal((4096, 4096), device="cpu"), 2)],
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_where_backward_begins_with_full_blocks(name):
-    """Neighboring KV tiles that all attend to one range of rows begin at different ones, and others as before."""
-    for mask in MASKS[name]():
-        partial, _, counts, ascending = dispatch.lists_of(mask)
-        *_, same, spread = dispatch.spread_lists_of(mask)
-        assert torch.equal(same, counts)
-        firsts: dict = {}
-        for b, h, column in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
-            before, after = (t[b, h, column, : counts[b, h, column]].tolist() for t in (ascending, spread))
-            at = before.index(after[0]) if before else 0
-            assert after == before[at:] + before[:at], "rotated"
-            if partial[b, h, column] or before != [*range(before[0], before[-1] + 1)]:
-                assert at == 0
-            else:
-                firsts.setdefault((b, h, before[0], before[-1]), []).append(after[0])
-        if name == "random":  # neighbors may have any rows
-            continue
-        assert (name == "causal") == torch.equal(ascending, spread)
-        for (_, _, first, last), begins in firsts.items():
-            assert max(map(begins.count, begins)) <= -(-len(begins) // (last - first + 1))
 
 
 class TestOrder:

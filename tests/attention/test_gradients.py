@@ -4,6 +4,7 @@ import collections
 import contextlib
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch.nn.functional as nnf
 
 import cute_kernels
 from attention import BlockMask, attention, block_sparse_attention, create_block_mask
-from attention.backward import problem, q_tiles
+from attention.backward import dispatch, items, problem, q_tiles
 from attention.backward.config import BackwardFacts
 from attention.backward.heuristics import pick
 from attention.backward.kernel_sm90 import FlashBackwardSm90
 from attention.forward.config import WindowKind
 from attention.masks.mask_mods import SameDocument
 from attention.seqlen import SeqlenInfo
+from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.testing.reference import assert_as_good_as_torch, normal, poisoned_empty, seed
 
 from ..compiled import FOLDER
@@ -239,6 +241,60 @@ def check_case(name, device, computed, of_lse=False):
     if mask is not None:
         seen = seen & mask.to_dense(*q.shape[:2]).cpu()
     check(got, q, k, v, seen[None, None] if seen.dim() == 2 else seen, dout, dlse, **terms)
+
+
+# name -> query heads of a work item, of those that share a head of K and V; and one of CASES' functions
+SPLIT = {
+    "more rows, 1 of 4": (1, lambda d: (*qkv(300, 150, 128, B=2, H=4, heads=1, device=d), {"causal": True})),
+    "window, 2 of 4": (2, lambda d: (*qkv(100, 300, 128, B=1, H=8, heads=2, device=d), {"window_size": (40, 20)})),
+    "blocks, 1 of 2": (
+        1,
+        lambda d: (
+            *qkv(500, 600, 128, B=1, H=4, heads=2, device=d),
+            {"block_mask": blocks((128, 128), (500, 600), heads=4, device=d)},
+        ),
+    ),
+    "mask_mod, 2 of 4": (2, lambda d: (*qkv(300, 300, 128, B=1, heads=1, device=d), {"block_mask": documents(d)})),
+}
+
+
+@pytest.fixture(name="split")
+def split_fixture(machine, monkeypatch):
+    """A function of the query heads of a work item that replaces the rule, and checks afterwards that it was asked."""
+    monkeypatch.setattr(dispatch, "_PLANS", PlanCache(operands=3))
+    with mock.patch.object(dispatch, "function_for", wraps=dispatch.function_for) as asked:
+        yield lambda heads: monkeypatch.setattr(dispatch, "heads_of_an_item", lambda *_: heads)
+    families = [call.args[0].family for call in asked.call_args_list]
+    assert families.count("backward sums") == (machine[2] == "sm_90")
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_work_items_of_some_heads(machine, split, monkeypatch, name):
+    """In "window" the first KV tile has no query tile."""
+    heads, make = SPLIT[name]
+    monkeypatch.setitem(CASES, name, make)
+    split(heads)
+    check_case(name, *machine[:2])
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, causal", "packed, 192"])
+def test_work_items_of_one_head_of_packed_sequences(machine, split, name):
+    split(1)
+    check_packed(name, *machine[:2])
+
+
+def test_how_many_heads_a_work_item_has():
+    """All, unless tiles are long or few."""
+    expected = {(8, 256, 4096): 2, (8, 16, 256): 4, (8, 8, 1024): 8, (8, 8, 128): 2, (8, 4, 64): 8, (5, 32, 4096): 5}
+    expected |= {(8, 0, 4096): 8, (1, 256, 4096): 1, (3, 64, 512): 1, (16, 256, 4096): 4}
+    assert {case: items.heads_of_an_item(*case, 132) for case in expected} == expected
+
+
+def test_order_of_work_items():
+    """Heads one after the other, with near tiles by length; long items first, and the last heads by length alone."""
+    lengths = torch.tensor([[3, 9, 5, 7], [2, 2, 4, 4], [1, 2, 3, 4]])
+    begins = torch.tensor([[0, 1, 8, 9], [0, 8, 8, 0], [0, 0, 0, 0]])
+    assert items.order_of_items(lengths, begins, 8, 2).tolist() == [1, 0, 3, 2, 7, 4, 6, 5, 11, 10, 9, 8]
 
 
 FORMS = {
@@ -496,14 +552,17 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
 
 @pytest.mark.parametrize("right", [0, 70, -40])
 @pytest.mark.parametrize(("rows", "cols"), [(600, 600), (200, 700), (700, 200), (330, 345)])
-def test_turns_are_taken_in_the_order_in_which_tiles_are_begun(rows, cols, right, monkeypatch):
+@pytest.mark.parametrize(("last_tiles", "last_heads"), [(1, 3), (256, 0)])
+def test_turns_are_taken_in_the_order_in_which_tiles_are_begun(rows, cols, right, last_tiles, last_heads, monkeypatch):
     """So a tile waits only for tiles that were begun before. Each sees its query tiles once."""
+    monkeypatch.setattr(problem, "LAST_TILES", last_tiles)
     for module in (problem, q_tiles):
         monkeypatch.setattr(module, "select_", lambda condition, a, b: a if condition else b)
     window, tile_m, tile_n, heads, batch = WindowKind(right=True), 64, 128, 2, 2
-    scheduler = problem.KvScheduler(-(-cols // tile_n), -(-rows // tile_m), 2 * heads, heads, batch, 3, True)
-    assert number(scheduler.last_heads) == 3
-    source = q_tiles.WindowRows(window, tile_m, tile_n, None, right, last_heads=(3 * 2, 2 * heads))
+    tiles = -(-cols // tile_n), -(-rows // tile_m)
+    assert number(problem.last_heads(heads * batch, tiles[0], 3)) == last_heads
+    scheduler = problem.KvScheduler(*tiles, 2 * heads, heads, batch, 3, last_heads, True)
+    source = q_tiles.WindowRows(window, tile_m, tile_n, None, right, last_heads=(last_heads * 2, 2 * heads))
     taken, seen = collections.Counter(), band(rows, cols, (None, right))
     for index in range(scheduler.count):
         tile = [number(x) for x in scheduler.fields(index)]
