@@ -264,6 +264,18 @@ def of_selected_gradients(path: str) -> None:
             test_selected.compare_gradients(DEVICE, contextlib.nullcontext, name)
 
 
+def of_split_heads(path: str) -> None:
+    """Gradients whose work items have some of the heads that share a head of K and V."""
+    from .attention import test_gradients as gradients
+
+    with cute_kernels.path(path):
+        for heads, make in gradients.SPLIT.values():
+            with gradients.split(heads), mock.patch.dict(gradients.CASES, {"split": make}):
+                gradients.check_case("split", DEVICE, contextlib.nullcontext)
+        with gradients.split(1):
+            gradients.check_packed("packed, causal", DEVICE, contextlib.nullcontext)
+
+
 def of_equal_rows(path: str) -> None:
     """A mask with equally many blocks a row, in any order, the last column of which is cut."""
     from .attention import test_block_attention
@@ -422,7 +434,8 @@ CASES = {  # a maker's arguments, or a function of the path
 }
 HOPPER = {  # kernels that the cost model does not choose for products as small as these
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
-    "dense FP8": of_float8,  # that Hopper's other path has not
+    "gradients of attention, split heads": of_split_heads,  # which that path has not, nor:
+    "dense FP8": of_float8,
     "dense FP8, block scales": of_float8_blocks,
     "bsr FP8": of_sparse_float8,
     "bsr FP8, overlapped store": of_tiles_begun_ahead,

@@ -258,29 +258,52 @@ SPLIT = {
 }
 
 
-@pytest.fixture(name="split")
-def split_fixture(machine, monkeypatch):
-    """A function of the query heads of a work item that replaces the rule, and checks afterwards that it was asked."""
-    monkeypatch.setattr(dispatch, "_PLANS", PlanCache(operands=3))
-    with mock.patch.object(dispatch, "function_for", wraps=dispatch.function_for) as asked:
-        yield lambda heads: monkeypatch.setattr(dispatch, "heads_of_an_item", lambda *_: heads)
-    families = [call.args[0].family for call in asked.call_args_list]
-    assert families.count("backward sums") == (machine[2] == "sm_90")
+@contextlib.contextmanager
+def split(heads):
+    """A context in which work items have so many heads, and new plans are made; gives the mock that finds kernels."""
+    rule, plans = (
+        mock.patch.object(dispatch, name, value)
+        for name, value in (("heads_of_an_item", lambda *_: heads), ("_PLANS", PlanCache(operands=3)))
+    )
+    with rule, plans, mock.patch.object(dispatch, "function_for", wraps=dispatch.function_for) as asked:
+        yield asked
+
+
+def has_split(asked):
+    return "backward sums" in [call.args[0].family for call in asked.call_args_list]
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_work_items_of_some_heads(machine, split, monkeypatch, name):
+def test_work_items_of_some_heads(machine, monkeypatch, name):
     """In "window" the first KV tile has no query tile."""
     heads, make = SPLIT[name]
     monkeypatch.setitem(CASES, name, make)
-    split(heads)
-    check_case(name, *machine[:2])
+    with split(heads) as asked:
+        check_case(name, *machine[:2])
+    assert has_split(asked) == (machine[2] == "sm_90")
 
 
 @pytest.mark.parametrize("name", ["packed", "packed, causal", "packed, 192"])
-def test_work_items_of_one_head_of_packed_sequences(machine, split, name):
-    split(1)
-    check_packed(name, *machine[:2])
+def test_work_items_of_one_head_of_packed_sequences(machine, name):
+    with split(1) as asked:
+        check_packed(name, *machine[:2])
+    assert has_split(asked) == (machine[2] == "sm_90")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm_90
+def test_parts_are_added_in_one_order():
+    """dK and dV have the same bits on every run, though dQ has not."""
+    q, k, v = (t.requires_grad_() for t in qkv(4096, 4096, 128, B=2, H=16, heads=4, device="cuda"))
+    new = mock.patch.object(dispatch, "_PLANS", PlanCache(operands=3))
+    with new, mock.patch.object(dispatch, "function_for", wraps=dispatch.function_for) as asked:
+        out = attention(q, k, v, causal=True)
+        dout = normal(*out.shape, device="cuda")
+        first = torch.autograd.grad(out, (k, v), dout, retain_graph=True)
+        for _ in range(20):
+            again = torch.autograd.grad(out, (k, v), dout, retain_graph=True)
+            assert all(map(torch.equal, first, again))
+    assert has_split(asked)
 
 
 def test_how_many_heads_a_work_item_has():
@@ -531,6 +554,7 @@ def test_one_order_where_most_heads_go_up(path, monkeypatch):
     if shutil.which(COMPILER) is None:
         pytest.skip("the emulator needs a C++ compiler")
     monkeypatch.setattr(problem, "L2_BYTES", 1)
+    monkeypatch.setattr(problem, "LAST_TILES", 1)
     monkeypatch.delenv(FOLDER, raising=False)  # kernels of this test are this test's own
     emulated.cache_clear()
     for sq, sk, dim, terms in (
