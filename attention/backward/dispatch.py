@@ -31,7 +31,7 @@ from ..selected.blocks import SIDE, has_members
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
-from .items import NEAR_BYTES, empty_parts, heads_of_an_item, order_of_items
+from .items import MOST_MEMORY, NEAR_BYTES, empty_parts, heads_of_an_item, order_of_items
 from .ranges import items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
@@ -202,9 +202,10 @@ def plan_backward(
     if in_ranges(facts, args.block_mask):
         facts = pick(replace(facts, ranges=True))
     elif facts.path == "sm_90" and not facts.deterministic:
-        columns = len(k) if args.packed else len(k) * k.shape[2]
+        rows, columns = (len(t) if args.packed else len(t) * t.shape[2] for t in (q, k))
         tiles = -(-columns // facts.config.tile_n) * k.shape[1]
-        plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms)
+        fewest = -(-columns * (facts.head_dim + facts.head_dim_v) // (MOST_MEMORY * rows * facts.head_dim))
+        plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms, fewest)
         if plan.item_heads < per_head:
             facts, plan.split = pick(replace(facts, split_heads=True, grad_dtype=None)), plan.item_heads
             plan.parts = k.shape[1] * (per_head // plan.item_heads)

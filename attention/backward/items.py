@@ -16,18 +16,21 @@ from torch import Tensor
 NEAR_BYTES = 2**23  # of Q, dO and dq_accum of rows that are near each other: a quarter of what stays in L2
 LEAST_STEPS = 64  # blocks of 128x128 scores of an item with some of the heads, on average
 LEAST_WORK = 48  # blocks for each multiprocessor of a call whose items have some of the heads
-MOST_PARTS = 4  # of dK and dV: their memory
+MOST_PARTS = 4  # of dK and dV
+MOST_MEMORY = 2  # of all parts, relative to dq_accum's
 
 
-def heads_of_an_item(share: int, steps: float, tiles: int, sms: int) -> int:
+def heads_of_an_item(share: int, steps: float, tiles: int, sms: int, fewest: int = 1) -> int:
     """Number of query heads of a work item, of `share` that have one head of K and V.
 
     steps: blocks of 128x128 scores of a KV tile and query head, on average; 0 if all tiles have as many or few.
     tiles: KV tiles of all heads of K and V.
+    fewest: heads that an item has at least, for the parts' memory.
     """
     if steps * tiles * share < LEAST_WORK * sms:
         return share
-    choices = [heads for heads in range(-(-share // MOST_PARTS), share + 1) if share % heads == 0]
+    fewest = min(max(-(-share // MOST_PARTS), fewest), share)
+    choices = [heads for heads in range(fewest, share + 1) if share % heads == 0]
     heads = next((heads for heads in choices if heads * steps >= LEAST_STEPS), share)
     balanced = [fewer for fewer in choices if fewer <= heads and tiles * (share // fewer) >= 2 * sms]
     return balanced[-1] if balanced else choices[0]

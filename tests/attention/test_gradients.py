@@ -311,6 +311,7 @@ def test_how_many_heads_a_work_item_has():
     expected = {(8, 256, 4096): 2, (8, 16, 256): 4, (8, 8, 1024): 8, (8, 8, 128): 2, (8, 4, 64): 8, (5, 32, 4096): 5}
     expected |= {(8, 0, 4096): 8, (1, 256, 4096): 1, (3, 64, 512): 1, (16, 256, 4096): 4}
     assert {case: items.heads_of_an_item(*case, 132) for case in expected} == expected
+    assert [items.heads_of_an_item(8, 256, 4096, 132, fewest) for fewest in (1, 3, 9)] == [2, 4, 8]
 
 
 def test_order_of_work_items():
