@@ -36,6 +36,7 @@ SHAPES = (
     FIRST, (16, 1024, 16, 128), (1, 16384, 16, 128), (4, 4096, 16, 128),
     (2, 8192, 32, 64), (8, 2048, 32, 64), (2, 8192, 8, 256), (8, 2048, 8, 256),
 )  # fmt: skip
+GROUPED = ((1, 8192, 64, 8), (4, 4096, 32, 8), (1, 32768, 64, 8))  # B, S, heads of q, of k and v; D128
 QUICK = ((FIRST, True), (FIRST, False), ((2, 8192, 32, 64), True))  # and whether causal
 SM_80 = (FIRST, (2, 8192, 32, 64))
 SPARSE = FIRST
@@ -158,6 +159,15 @@ def backward(shape: tuple[int, int, int, int], causal: bool, flex: bool = False)
     return case(f"{BACKWARD} {named(shape, causal)}", problem, x, others, FASTEST, 0.95)
 
 
+def grouped(shape: tuple[int, int, int, int]) -> Case:
+    """Causal, where several query heads share a head of K and V, as `backward`."""
+    B, S, heads, kv_heads = shape
+    problem = TrainingProblem("attention", B, S, S, heads, kv_heads, 128, True)
+    x = operands(problem)
+    name = f"{BACKWARD} B{B} S{S} {heads}/{kv_heads} heads D128 causal"
+    return case(name, problem, x, [make(x, problem.flops) for make in PEERS], FASTEST, 0.95)
+
+
 def one_order(shape: tuple[int, int, int, int], causal: bool) -> Case:
     """deterministic=True beside ours without it."""
     problem = dense_problem(shape, causal, deterministic=True)
@@ -260,6 +270,8 @@ def backward_cases(mode: str) -> Iterator[Case]:
         yield alibi(what, asked)
     for shape, causal in product(SHAPES, (False, True)):
         yield backward(shape, causal, flex=shape == FIRST)
+    for shape in GROUPED:
+        yield grouped(shape)
     yield documents()
     yield window_step()
     for what, asked in ((FORWARD, 1.10), (BACKWARD, 1.05)):

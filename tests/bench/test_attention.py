@@ -147,7 +147,7 @@ SHAPES = {
     backward: {
         "FIRST": FIRST, "SPARSE": (1, 1024, 1, 32), "SM_80": (FIRST,), "SHAPES": (FIRST, (1, 200, 2, 64)),
         "QUICK": ((FIRST, True),), "DOCUMENTS": (100, 60, 40), "DOCUMENT_HEADS": (2, 32), "LONG": 256,
-        "WINDOW": (100, 0), "WINDOW_HEADS": (2, 32), "GPT_OSS": (4, 2, 32),
+        "WINDOW": (100, 0), "WINDOW_HEADS": (2, 32), "GPT_OSS": (4, 2, 32), "GROUPED": ((1, 128, 4, 2),),
     },
 }  # fmt: skip
 
