@@ -7,7 +7,7 @@ from cute_kernels.tile.element import element_of
 
 from ..forward.arguments import function_args, offsets_args, score_args, sinks_args
 from .config import PREPARE_WARPS as WARPS
-from .config import BackwardFacts, ConvertFacts, PrepareFacts, SumsFacts
+from .config import BackwardFacts, CombineFacts, ConvertFacts, PrepareFacts
 
 
 def heads(facts, width: int, dtype: str | None = None):
@@ -60,8 +60,8 @@ def convert_args(facts: ConvertFacts) -> tuple:
     return dq, cu_seqlens(facts), heads(facts, facts.head_dim, facts.grad_dtype), Float32(1.0), fake_stream()
 
 
-def sums_args(facts: SumsFacts) -> tuple:
-    """Fakes of all arguments of SumParts."""
+def combine_args(facts: CombineFacts) -> tuple:
+    """Fakes of all arguments of CombineKv."""
     widths = facts.head_dim, facts.head_dim_v
     return *(heads(facts, width, dtype) for dtype in ("float32", facts.dtype) for width in widths), fake_stream()
 

@@ -295,10 +295,10 @@ class ConvertFacts:
 
 
 @dataclass(frozen=True)
-class SumsFacts:
-    """Traits of the kernel that adds parts of dK and dV (sum_parts.py)."""
+class CombineFacts:
+    """Traits of the kernel that adds parts of dK and dV (combine.py)."""
 
-    family: ClassVar[str] = "backward sums"
+    family: ClassVar[str] = "backward combine"
     arch: str
     dtype: str  # of dK and dV
     head_dim: int

@@ -1,4 +1,5 @@
-"""Eager execution of attention's backward: a plan and three kernel launches, and with ranges.py torch operations.
+"""Eager execution of attention's backward: a plan and three kernel launches, and with ranges.py torch operations. With
+split heads (items.py) a fourth kernel adds parts of dK and dV.
 
 A call whose metadata is in the plan cache costs a lookup and the launches.
 """
@@ -23,7 +24,7 @@ from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import BLOCKS_VISITED, L2_BYTES
 from ..masks.block_lists import MOST, equal_counts
-from ..masks.mask_mods import is_bounded, window_bounds
+from ..masks.mask_mods import window_bounds
 from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
@@ -50,13 +51,14 @@ class BackwardPlan(CallPlan):
 
     prepare: Any = None
     convert: Any = None
-    sum: Any = None  # of parts of dK and dV; None unless heads are split
+    combine: Any = None  # adds parts of dK and dV; None unless heads are split
     tiles: int = 0  # query tiles of all heads
     scalars: tuple = ()  # scalar arguments of the main kernel, in order; OFFSETS is replaced in calls that have offsets
     scale: float = 1.0
     item_heads: int = 1  # query heads of a work item
     split: int | None = None  # the same, if it has not all that share a head of K and V
     parts: int = 0  # work items of all heads for each KV tile, if heads are split
+    near: int = 0  # order_of_items' rows of blocks, with a block mask
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
     # of the semaphores, int32 (tiles, dq_groups), or None
@@ -97,11 +99,11 @@ def backward(
     offsets = None
     if args.q_offset is not None or args.k_offset is not None:
         offsets = check_offsets(args.op, args.q_offset, args.k_offset, q.shape[2], k.shape[2])
-    kind, reads, bounded = None, (), False
+    kind, reads = None, ()
     if mask is not None:
         mask = with_causal(mask) if args.causal else mask
         element, reads = element_of(mask, q.shape[0], q.shape[1] // packed_heads, offsets)
-        kind, bounded = BlockKind(mask.blocksize[0], mask.blocksize[1], element), is_bounded(mask.mask_mod)
+        kind = BlockKind(mask.blocksize[0], mask.blocksize[1], element)
     packed, mod = args.packed, None
     slots: tuple = ()
     of_captured: Any = ()
@@ -112,7 +114,7 @@ def backward(
     of_sinks = None if sinks is None else NAMES[sinks.dtype]
     shapes = len(cu_seqlens[0]) if packed else 0, dlse is None, offsets is None
     values: Any = args[VALUES]
-    key = values, kind, bounded, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
+    key = values, kind, mod, slots, of_sinks, grad_dtype, dq_dtype, shapes, packed_heads, forced_path()
     tensors = q, k, v, dout, out
     plan = _PLANS.known(key, tensors, None)
     if plan is None:
@@ -159,7 +161,7 @@ def backward(
         convert(to_kv, plan.scale, (dk, dv))
     plan.convert(dq_accum, cu_seqlens[0], dq, plan.scale)
     if plan.split:
-        plan.sum(*to_kv, dk, dv)
+        plan.combine(*to_kv, dk, dv)
     if sinks is not None:
         items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
         sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
@@ -201,7 +203,7 @@ def plan_backward(
     plan = BackwardPlan(OP, tuple(q.shape), q.dtype, q.device, item_heads=per_head)
     if in_ranges(facts, args.block_mask):
         facts = pick(replace(facts, ranges=True))
-    elif facts.path == "sm_90" and not facts.deterministic:
+    elif facts.path == "sm_90" and not facts.deterministic and facts.members is None:
         rows, columns = (len(t) if args.packed else len(t) * t.shape[2] for t in (q, k))
         tiles = -(-columns // facts.config.tile_n) * k.shape[1]
         fewest = -(-columns * (facts.head_dim + facts.head_dim_v) // (MOST_MEMORY * rows * facts.head_dim))
@@ -210,6 +212,8 @@ def plan_backward(
             facts, plan.split = pick(replace(facts, split_heads=True, grad_dtype=None)), plan.item_heads
             plan.parts = k.shape[1] * (per_head // plan.item_heads)
     plan.facts = facts
+    if kind is not None:
+        plan.near = max(NEAR_BYTES // (bytes_of_a_row(facts) * kind.block_q), 1)
     named = (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out))
     dtypes = dq_dtype, grad_dtype, grad_dtype
     results = [(f"d{name}", gradient_of(t, "meta", to)) for (name, t), to in zip(named[:3], dtypes, strict=True)]
@@ -242,22 +246,27 @@ def plan_backward(
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts, None if dq_dtype is None else NAMES[dq_dtype]))
     if facts.split_heads:
-        plan.sum = function_for(family.sums_of(facts, None if grad_dtype is None else NAMES[grad_dtype]))
+        plan.combine = function_for(family.combine_of(facts, None if grad_dtype is None else NAMES[grad_dtype]))
     return plan
 
 
-def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> float:
-    """Estimated blocks of 128x128 scores of a KV tile and query head, on average; 0 if its heads should not be split.
+def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> float | None:
+    """Estimated blocks of 128x128 scores of a KV tile and query head, on average; None if heads should not be split.
 
     That does not pay where KV tiles have the same length, as without a mask or in a window, and for block masks whose
-    rows of a head stay in L2. The host does not read how many blocks a mask has.
+    rows of a head stay in L2. The host reads neither where a mask has blocks, which may be a window, nor offsets and
+    lengths of sequences.
     """
-    q, mask = args.q, args.block_mask
-    if mask is not None:
-        in_l2 = q.shape[2] * bytes_of_a_row(facts) < L2_BYTES
-        return 0 if in_l2 or is_bounded(mask.mask_mod) else q.shape[2] / 128 * BLOCKS_VISITED
-    rows = q.shape[2] if args.cu_seqlens_q is None else len(q) / max(len(args.cu_seqlens_q) - 1, 1)
-    return rows / 128 / 2 if bounds.count(None) == 1 else 0
+    sequences = 1 if args.cu_seqlens_q is None else max(len(args.cu_seqlens_q) - 1, 1)
+    rows, columns = (t.shape[0] / sequences if args.packed else t.shape[2] for t in (args.q, args.k))
+    if args.block_mask is not None:
+        in_l2 = rows * bytes_of_a_row(facts) < L2_BYTES
+        return None if in_l2 else rows / 128 * BLOCKS_VISITED
+    left, right = bounds
+    if not facts.offsets:  # bounds that mask nothing
+        left = None if left is not None and left >= columns else left
+        right = None if right is not None and right >= rows else right
+    return None if (left is None) == (right is None) else min(rows, columns) / 128 / 2
 
 
 def interleaves(args: AttentionArgs, packed_heads: int, *dtypes: torch.dtype | None) -> bool:
@@ -360,18 +369,17 @@ def first_rows(lists: tuple, rows: int) -> Tensor:
 def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
     """The order in which work items begin, int32, cached; see problem.OrderedKvScheduler. shape: rows_of(q)."""
     batch, heads, _ = shape
-    tile_n, sms = plan.facts.config.tile_n, device_arch(plan.device.index)[1]
+    tile_n = plan.facts.config.tile_n
 
     def make() -> tuple[Tensor]:
-        lists = lists_of(mask)
-        counts, begins = lists[0] + lists[2], first_rows(lists, mask.n_block_rows)
+        lists, sms = lists_of(mask), device_arch(plan.device.index)[1]
+        counts, first = lists[0] + lists[2], first_rows(lists, mask.n_block_rows)
         tiles = tiles_of_a_head(mask.lengths[1], tile_n)
-        counts, begins = (
+        counts, first = (
             t.expand(batch, heads, -1).unflatten(1, (-1, plan.item_heads))
-            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (counts, begins)
+            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (counts, first)
         )  # fmt: skip
-        near = max(NEAR_BYTES // (bytes_of_a_row(plan.facts) * mask.blocksize[0]), 1)
-        return (order_of_items(counts.sum(2).flatten(0, 1), begins.amin(2).flatten(0, 1), near, sms),)
+        return (order_of_items(counts.sum(2).flatten(0, 1), first.amin(2).flatten(0, 1), plan.near, sms),)
 
-    key = "order of K", batch, heads, plan.item_heads, tile_n
+    key = "order of K", batch, heads, plan.item_heads, tile_n, plan.near
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

@@ -16,8 +16,8 @@ from cute_kernels.tile.barriers import (
 
 from ..forward.config import HALF_SMEM
 from ..forward.family import short
-from .arguments import backward_args, convert_args, prepare_args, sums_args
-from .config import AheadConfig, BackwardFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig, SumsFacts
+from .arguments import backward_args, combine_args, convert_args, prepare_args
+from .config import AheadConfig, BackwardFacts, CombineFacts, ConvertFacts, PrepareFacts, SharedColumnsConfig
 from .heuristics import unsupported
 
 OPS = "attention", "block_sparse_attention"
@@ -173,28 +173,28 @@ class BackwardConvert(Family):
         }
 
 
-class BackwardSums(Family):
+class BackwardCombine(Family):
     """Add the parts of dK and dV that work items of some heads stored."""
 
-    name = "backward sums"
+    name = "backward combine"
     ops = OPS
 
-    def entry(self, facts: SumsFacts):
-        from .sum_parts import SumParts
+    def entry(self, facts: CombineFacts):
+        from .combine import CombineKv
 
-        return SumParts(facts)
+        return CombineKv(facts)
 
-    def arguments(self, facts: SumsFacts) -> tuple:
-        return sums_args(facts)
+    def arguments(self, facts: CombineFacts) -> tuple:
+        return combine_args(facts)
 
-    def catalogue(self, arch: str, quick: bool = False) -> list[SumsFacts]:
+    def catalogue(self, arch: str, quick: bool = False) -> list[CombineFacts]:
         kernels = (facts for facts in FLASH_BACKWARD.catalogue(arch, quick) if facts.split_heads)
-        return list(dict.fromkeys(sums_of(facts, dtype) for facts in kernels for dtype in (None, "float32")))
+        return list(dict.fromkeys(combine_of(facts, dtype) for facts in kernels for dtype in (None, "float32")))
 
-    def bundle(self, op: str, request: Request) -> Iterator[SumsFacts]:
-        return (sums_of(facts, None) for facts in FLASH_BACKWARD.bundle(op, request) if facts.split_heads)
+    def bundle(self, op: str, request: Request) -> Iterator[CombineFacts]:
+        return (combine_of(facts, None) for facts in FLASH_BACKWARD.bundle(op, request) if facts.split_heads)
 
-    def describe(self, facts: SumsFacts) -> dict[str, str]:
+    def describe(self, facts: CombineFacts) -> dict[str, str]:
         return {
             "configuration": "rows of parts",
             "problem": f"dK, dV D {_dims(facts.head_dim, facts.head_dim_v)}",
@@ -216,9 +216,9 @@ def convert_of(facts: BackwardFacts, dq_dtype: str | None) -> ConvertFacts:
     return ConvertFacts(facts.arch, facts.path, facts.dtype, *terms)
 
 
-def sums_of(facts: BackwardFacts, grad_dtype: str | None) -> SumsFacts:
+def combine_of(facts: BackwardFacts, grad_dtype: str | None) -> CombineFacts:
     """Facts of the kernel that adds the parts of a main kernel, to gradients of this dtype."""
-    return SumsFacts(facts.arch, grad_dtype or facts.dtype, facts.head_dim, facts.head_dim_v, facts.packed)
+    return CombineFacts(facts.arch, grad_dtype or facts.dtype, facts.head_dim, facts.head_dim_v, facts.packed)
 
 
 def _dims(dim: int, dim_v: int) -> str:
@@ -228,4 +228,4 @@ def _dims(dim: int, dim_v: int) -> str:
 FLASH_BACKWARD = register(FlashBackward())
 register(BackwardPrepare())
 register(BackwardConvert())
-register(BackwardSums())
+register(BackwardCombine())

@@ -73,7 +73,7 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
 
     They do not with a score_mod, nor with an element mask that reads tensors or is combined with a softcap, unless it
     is a mask of selected blocks (members.py). At head dimension 128 they do not with any other element mask, a softcap,
-    or FP32 gradients, which are not packed before the last WGMMAs.
+    or FP32 gradients, which are not packed before the last WGMMAs. FP32 parts (items.py) are stored earlier.
     """
     if facts.score is not None:
         return False

@@ -118,8 +118,8 @@ class FlashBackwardSm80:
         item_q, item_k = (seqlen.b, seqlen.q0, seqlen.rows), (seqlen.b, seqlen.k0, seqlen.cols)
         from_q, from_do = Lines(ops["Q of S"], mQ, *item_q), Lines(ops["dO of dP"], mdO, *item_q)
         from_k, from_v = Lines(ops["K of S"], mK, *item_k), Lines(ops["V of dP"], mV, *item_k)
-        self.copy(from_k, tile.h, tile.n, c.smem + self.mainloop.begin["K"])
-        self.copy(from_v, tile.h, tile.n, c.smem + self.mainloop.begin["V"])
+        self.copy(from_k, tile.head_group, tile.n, c.smem + self.mainloop.begin["K"])
+        self.copy(from_v, tile.head_group, tile.n, c.smem + self.mainloop.begin["V"])
 
         heads = scheduler.item_heads
         before = seqlens.first_tile(seqlen, tile.b, cfg.tile_m)
@@ -128,10 +128,10 @@ class FlashBackwardSm80:
         of_turns = None if const_expr(turns is None) else turns.iterator.toint()
         stage, number, copied = Int32(0), Int32(0), cutlass.Boolean(False)
         for g in cutlass.range(heads, unroll=1):
-            h = tile.h * heads + g
+            h = tile.head_group * heads + g
             next_g = cutlass.min(g + 1, heads - 1)
             tiles = source.for_tile(tile, h, seqlen)
-            of_next = source.for_tile(tile, tile.h * heads + next_g, seqlen)
+            of_next = source.for_tile(tile, tile.head_group * heads + next_g, seqlen)
             has_next, next_first = (next_g > g) & (of_next.count > 0), of_next.at(0)
             first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q + before
             work = Work(
@@ -182,7 +182,9 @@ class FlashBackwardSm80:
         flat.store(flat.load() * scale)
         dims = self.facts.head_dim, self.facts.head_dim_v
         for acc, m, dim in zip((c.acc_dK, c.acc_dV), gradients, dims):
-            begin = cute.domain_offset((seqlen.k0, column * (dim // split.columns)), m[seqlen.b, tile.h, None, None])
+            begin = cute.domain_offset(
+                (seqlen.k0, column * (dim // split.columns)), m[seqlen.b, tile.head_group, None, None]
+            )
             store_fragment(acc, begin, row, seqlen.cols, height // MMA_ROWS)
 
     # ------------------------------------------------------------------ global memory -> shared memory

@@ -134,8 +134,8 @@ class FlashBackwardSm90:
         mdO: cute.Tensor,  # (Sq, Dv, H, B)
         tma_rows: cute.CopyAtom,
         mRows: cute.Tensor,  # (2 * tile_m, B * H * tiles)
-        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mdK: cute.Tensor,  # (B, Hkv, Sk, D); with split_heads (B, items, Sk, D)
+        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv), likewise
         dq: cute.Tensor,
         turns: cute.Tensor | None,
         counter: cute.Tensor,
@@ -247,7 +247,7 @@ class FlashBackwardSm90:
 
     def work_of(self, g, terms: tuple, source, scheduler, seqlen, tile) -> Work:
         """The Work of the g-th query head of the work item. terms: Work's fields from scale_log2 on."""
-        h = tile.h * scheduler.item_heads + g
+        h = tile.head_group * scheduler.item_heads + g
         tiles = source.for_tile(tile, h, seqlen)
         return Work(source, tiles, seqlen, tile.b, h, tile.n * self.cfg.tile_n, *terms)
 
@@ -269,7 +269,7 @@ class FlashBackwardSm90:
         flat.store(flat.load() * scale)
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
             column = self.mainloop.first_column(c, acc)
-            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.h, None, None])
+            begin = cute.domain_offset((seqlen.k0, column), m[seqlen.b, tile.head_group, None, None])
             store_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
@@ -286,7 +286,7 @@ class FlashBackwardSm90:
         mdK, mdV = sums
         col = tile.n * self.cfg.tile_n + self.mainloop.first_row()
         for acc, m in ((c.acc_dK, mdK), (c.acc_dV, mdV)):
-            begin = cute.domain_offset((0, self.mainloop.first_column(c, acc)), m[tile.b, tile.h, None, None])
+            begin = cute.domain_offset((0, self.mainloop.first_column(c, acc)), m[tile.b, tile.head_group, None, None])
             add_fragment(acc, begin, col, seqlen.cols)
 
     @cute.jit
@@ -303,7 +303,7 @@ class FlashBackwardSm90:
         """Number of query tiles, over the item's heads, that attend to the CTA's KV tile."""
         count, heads = Int32(0), scheduler.item_heads
         for g in cutlass.range(heads, unroll=1):
-            count += source.for_tile(tile, tile.h * heads + g, seqlen).count
+            count += source.for_tile(tile, tile.head_group * heads + g, seqlen).count
         return count
 
     @cute.jit
@@ -312,7 +312,7 @@ class FlashBackwardSm90:
         first, heads = Int32(0), scheduler.item_heads
         for g in cutlass.range(heads, unroll=1):
             from_last = heads - 1 - g
-            if source.for_tile(tile, tile.h * heads + from_last, seqlen).count > 0:
+            if source.for_tile(tile, tile.head_group * heads + from_last, seqlen).count > 0:
                 first = from_last
         return first
 
@@ -335,7 +335,7 @@ class FlashBackwardSm90:
                     self.dq_store.free(group, (at.index + j) % cfg.sums)
                 left -= 1
             for g in cutlass.range(scheduler.item_heads, unroll=1):
-                h = tile.h * scheduler.item_heads + g
+                h = tile.head_group * scheduler.item_heads + g
                 tiles = source.for_tile(tile, h, seqlen)
                 to = self.dq_work_of(tiles, h, group, memory, scheduler, seqlens, seqlen, tile)
                 if const_expr(facts.deterministic and cfg.sums == 2):
@@ -373,11 +373,11 @@ class FlashBackwardSm90:
                 pipe.producer_acquire(at_kv)
                 self.load(part, place, pipe, at_kv, at_kv.index)
             at_kv.advance()
-            last = (tile.h + 1) * scheduler.item_heads - 1
+            last = (tile.head_group + 1) * scheduler.item_heads - 1
             count = self.mainloop.step_count(source.for_tile(tile, last, seqlen).count)
             number, fetch_at = index + step, cutlass.max(count - FETCH_AHEAD, 0)
             for g in cutlass.range(scheduler.item_heads, unroll=1):
-                h = tile.h * scheduler.item_heads + g
+                h = tile.head_group * scheduler.item_heads + g
                 tiles = source.for_tile(tile, h, seqlen)
                 first = (seqlen.b * scheduler.heads + h) * scheduler.tiles_q
                 first += seqlens.first_tile(seqlen, tile.b, cfg.tile_m)

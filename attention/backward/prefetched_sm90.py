@@ -167,7 +167,7 @@ class AheadSm90(MainloopSm90):
             self.move_dq(c, at)
             self.store_dq_accum(c, self.dq_store.buffer_of(at))
             c.pipe_q.consumer_release(at_q)
-        if const_expr(not self.facts.shared_kv):  # items of ranges have a step; see store_part
+        if const_expr(not self.facts.shared_kv):  # items of ranges have a step; store_part selects
             for acc in (c.acc_dK, c.acc_dV):  # by selection: with a branch the compiler would keep two copies
                 for v in range_constexpr(cute.size(acc)):
                     acc[v] = select_(steps > 0, acc[v], Float32(0.0))

@@ -20,10 +20,11 @@ LAST_TILES = 256  # of a KvScheduler's last group: about two for each multiproce
 
 @dataclass(frozen=True)
 class KvTile:
-    """KV tile n in batch b, with the h-th of as many query heads as a work item has (KvScheduler.item_heads)."""
+    """KV tile n in batch b, with the query heads of a work item. head_group is the index of the item among those of the
+    tile's number in the batch: the head of K and V, unless heads are split (KvScheduler.split)."""
 
     n: Int32
-    h: Int32
+    head_group: Int32
     b: Int32
     range: Int32 | None = None  # of query rows; BackwardFacts.ranges
 
@@ -46,7 +47,7 @@ class KvScheduler:
     heads_kv: Int32
     batch: Int32
     l2_heads: Int32
-    last_heads: Int32 | None = None  # first head of the last group; None with a table
+    last_group: Int32 | None = None  # its first head; None with a table
     from_last: cutlass.Constexpr[bool] = False
     split: Int32 | None = None
 
@@ -60,7 +61,7 @@ class KvScheduler:
         return self.heads_kv if self.split is None else self.heads // self.split
 
     def h_kv(self, tile: KvTile) -> Int32:
-        return tile.h if self.split is None else tile.h * self.heads_kv // self.items
+        return tile.head_group if self.split is None else tile.head_group * self.heads_kv // self.items
 
     @property
     def count(self) -> Int32:
@@ -76,8 +77,8 @@ class KvScheduler:
 
     def fields(self, index) -> tuple:
         """Fields of a KvTile; undefined for an index past the last tile."""
-        begin = cutlass.min(index // (self.l2_heads * self.tiles_k) * self.l2_heads, self.last_heads)
-        is_last = begin == self.last_heads
+        begin = cutlass.min(index // (self.l2_heads * self.tiles_k) * self.l2_heads, self.last_group)
+        is_last = begin == self.last_group
         here = select_(is_last, self.items * self.batch - begin, self.l2_heads)
         rest = index - begin * self.tiles_k
         n, head = rest // here, begin + rest % here
@@ -94,16 +95,16 @@ class PackedKvScheduler(KvScheduler):
     tile_n: int = 0
 
     def fields(self, index) -> tuple:
-        number, h, _ = KvScheduler.fields(self, index)
+        number, head_group, _ = KvScheduler.fields(self, index)
         b, n = self.seqlens.find_k(number, self.tile_n)
-        return n, h, b
+        return n, head_group, b
 
 
 @dataclass(frozen=True)
 class OrderedKvScheduler(KvScheduler):
     """Scheduler in the order of a table (dispatch.kv_order), for example tiles with the most blocks first."""
 
-    order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (h + items * b)
+    order: cute.Tensor = None  # (tiles of all heads,) int32: n + tiles_k * (head_group + items * b)
 
     def fields(self, index) -> tuple:
         number = self.order[cutlass.min(index, self.count - 1)]
@@ -145,8 +146,8 @@ class Problem:
     mK: cute.Tensor  # (B, Hkv, Sk, D)
     mV: cute.Tensor  # (B, Hkv, Sk, Dv)
     mdO: cute.Tensor  # (B, H, Sq, Dv)
-    mdK: cute.Tensor  # (B, Hkv, Sk, D)
-    mdV: cute.Tensor  # (B, Hkv, Sk, Dv)
+    mdK: cute.Tensor  # (B, Hkv, Sk, D); with split heads (B, items, Sk, D)
+    mdV: cute.Tensor  # (B, Hkv, Sk, Dv), likewise
     scheduler: KvScheduler
     seqlens: Any  # row_tiles.DenseRows or PackedRows
     source: Any  # q_tiles.WindowRows or BlockRows
@@ -160,8 +161,8 @@ def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):
     return cutlass.min(cutlass.max(L2_BYTES // bytes_a_row // cutlass.max(rows, 1), 1), heads_kv * batch)
 
 
-def last_heads(heads, tiles_k, l2_heads):
-    """KvScheduler's, of that many heads in all."""
+def last_group(heads, tiles_k, l2_heads):
+    """KvScheduler.last_group, of `heads` heads of work items in all."""
     tail = (LAST_TILES - 1) // cutlass.max(tiles_k, 1) + 1
     return cutlass.max(heads - tail, 0) // l2_heads * l2_heads
 
@@ -203,12 +204,12 @@ def problem_of(
             scheduler = RangedKvScheduler(*shape, **of_blocks)
             ranges = cute.ceil_div(tiles[1] // sides[1], lists[1].shape[3])
         elif facts.deterministic:
-            scheduler = KvScheduler(*shape, last_heads(items * batch, tiles[0], fit))
+            scheduler = KvScheduler(*shape, last_group(items * batch, tiles[0], fit))
         else:
             scheduler = OrderedKvScheduler(*shape, split=split, order=order)
         source = BlockRows(*lists, ranks, tuple(mask_tensors), *sides, ranges)
     else:
-        last = last_heads(items * batch, tiles[0], fit)
+        last = last_group(items * batch, tiles[0], fit)
         if facts.packed:
             scheduler = PackedKvScheduler(*shape, last, split=split, seqlens=seqlens, tile_n=cfg.tile_n)
         else:

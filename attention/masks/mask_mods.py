@@ -226,19 +226,6 @@ class AtPositions:
         return inside & self.mask_mod(b, h, q.clamp(max=last), kv.clamp(max=last))
 
 
-def is_bounded(mask_mod: Any) -> bool:
-    """True if a row is known to see no columns but some near its position and global ones."""
-    if isinstance(mask_mod, And):
-        return is_bounded(mask_mod.first) or is_bounded(mask_mod.second)
-    if isinstance(mask_mod, Or):
-        return is_bounded(mask_mod.first) and is_bounded(mask_mod.second)
-    if isinstance(mask_mod, (AtPositions, Sliced, InBlocks)):
-        return is_bounded(mask_mod.mask_mod)
-    if isinstance(mask_mod, Band):
-        return mask_mod.left is not None and mask_mod.right is not None
-    return isinstance(mask_mod, GlobalTokens) and mask_mod.rows == 0
-
-
 def both(first: MaskMod | None, second: MaskMod | None) -> MaskMod | None:
     """And(first, second); None is a mask that is True everywhere."""
     # Comparing user-defined dataclasses could compare their tensors.

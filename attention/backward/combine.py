@@ -12,16 +12,16 @@ from cutlass.cute import make_ptr
 from cutlass.cute.typing import AddressSpace
 
 from ..forward.problem import one_item
-from .config import FP32, SumsFacts, overlaps
+from .config import FP32, CombineFacts, overlaps
 
 THREADS = 128
 VECTOR = 8  # columns of a thread
 
 
-class SumParts:
-    """Compiles to one kernel per `SumsFacts`."""
+class CombineKv:
+    """Compiles to one kernel per `CombineFacts`."""
 
-    def __init__(self, facts: SumsFacts):
+    def __init__(self, facts: CombineFacts):
         self.facts = facts
 
     @cute.jit
