@@ -86,7 +86,8 @@ def hashes(commit: str, arguments: list[str]) -> dict[str, str]:
         tarfile.open(fileobj=io.BytesIO(git("archive", commit, *PACKAGES))).extractall(folder, filter="data")
         names = Path(folder, "names")
         command = [sys.executable, "-P", __file__, str(cache), str(names), "--compile", *arguments]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, cwd=folder, check=True)
+        path = os.pathsep.join([folder, str(ROOT)])  # the packages of the commit, and these tests
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=folder, check=True)
         known = read(cache)
         return {name: known.get(name, "no code") for name in names.read_text().splitlines()}
 
@@ -102,7 +103,9 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # this process has a commit's sources
     args = parser.parse_args()
     if args.compile:
-        compile_missing(Path(args.base), Path(args.head), args.only, args.arch, args.jobs)
+        from tests import machine_code  # worker processes do not import __main__
+
+        machine_code.compile_missing(Path(args.base), Path(args.head), args.only, args.arch, args.jobs)
         return 0
     options = ["--only", args.only, "--jobs", str(args.jobs), *(o for name in args.arch for o in ("--arch", name))]
     head = args.head or git("stash", "create").decode().strip() or "HEAD"
