@@ -1,14 +1,16 @@
 """Context parallelism on one device: the kernels of 2 and 4 simulated ranks in BF16, and what the ranks exchange.
 
-Merged outputs and gradients are compared with the truth, and must not err more than those of one process.
+Outputs and gradients of the whole sequence are compared with the truth, and must not err more than those of one
+process: those of one kernel over all sources, and those of a kernel per source, merged by LSE.
 """
 
+import functools
 from unittest import mock
 
 import pytest
 import torch
 
-from attention import attention_backward, block_sparse_attention
+from attention import attention_backward, block_sparse_attention, merge
 from attention.distributed import exchange
 from attention.distributed.plan import plans
 from cute_kernels.testing.reference import assert_as_good_as_torch, poisoned_empty
@@ -40,16 +42,38 @@ def exchanged(move, tensors, made, *args):
     return found
 
 
-def of_ranks(mask, q, k, v, dout, size, **options):
-    """out, dq, dk and dv of all ranks, merged; as context_parallel_attention computes them."""
+def at_once(plan, q, k, v, dout, **options):
+    """out, dq, dk and dv of a rank and its buffers, as context_parallel_attention computes them."""
+    out, lse = block_sparse_attention(q, k, v, plan.mask, return_lse=True)
+    return out, *attention_backward(dout, q, k, v, out, lse, plan.mask, **options)
+
+
+def by_source(plan, q, k, v, dout, **options):
+    """The same, of own tiles and then of each source's: what a rank could compute while others' tiles arrive."""
+    sources, begin = [], 0
+    for count in (len(plan.own), *plan.receive_counts):
+        end = begin + count * plan.tile
+        if count:
+            offsets = {"q_offset": 0, "k_offset": begin}
+            part = plan.mask.shard((q.shape[2], end - begin), **offsets)
+            sources.append(((q, k[:, :, begin:end], v[:, :, begin:end]), part, offsets))
+        begin = end
+    unrounded = functools.partial(torch.empty, q.shape, dtype=torch.float32, device=q.device)
+    parts = [block_sparse_attention(*t, mask, out=unrounded(), return_lse=True, **at) for t, mask, at in sources]
+    out, lse = merge(*zip(*parts, strict=True), dtype=q.dtype)
+    options |= {"dq_dtype": torch.float32}
+    found = [attention_backward(dout, *t, out, lse, mask, **at, **options) for t, mask, at in sources]
+    dq, dk, dv = zip(*found, strict=True)
+    return out, sum(dq).to(q.dtype), torch.cat(dk, 2), torch.cat(dv, 2)
+
+
+def of_ranks(mask, q, k, v, dout, size, attend=at_once, **options):
+    """out, dq, dk and dv of all ranks, in the order of the whole sequence."""
     made = plans(mask, size)
     q, k, v, dout = ([plan.shard(t, 2) for plan in made] for t in (q, k, v, dout))
     k, v = (exchanged(exchange.gathered, shards, made) for shards in (k, v))
-    results = []
-    for plan, *tensors, dout_shard in zip(made, q, k, v, dout, strict=True):
-        out, lse = block_sparse_attention(*tensors, plan.mask, return_lse=True)
-        options |= {"grad_dtype": torch.float32, "dq_dtype": out.dtype}
-        results.append((out, *attention_backward(dout_shard, *tensors, out, lse, plan.mask, **options)))
+    options |= {"grad_dtype": torch.float32, "dq_dtype": q[0].dtype}
+    results = [attend(*of_rank, **options) for of_rank in zip(made, q, k, v, dout, strict=True)]
     out, dq, dk, dv = zip(*results, strict=True)
     dk, dv = (exchanged(exchange.reduced, parts, made, [out[0].dtype]) for parts in (dk, dv))
     return [made[0].unshard(parts, 2) for parts in (out, dq, dk, dv)]
@@ -84,5 +108,6 @@ def test_kernels_of_ranks(where, name, D):
         with poisoned_empty():
             whole = of_one_process(mask, *tensors, dout, deterministic=deterministic)
             for size in (2, 4):
-                found = of_ranks(mask, *tensors, dout, size, deterministic=deterministic)
-                compare(found, whole, exact, f"{size} ranks, deterministic={deterministic}")
+                for attend in (at_once, by_source):
+                    found = of_ranks(mask, *tensors, dout, size, attend, deterministic=deterministic)
+                    compare(found, whole, exact, f"{size} ranks, {attend.__name__}, deterministic={deterministic}")
