@@ -432,9 +432,9 @@ CASES = {  # a maker's arguments, or a function of the path
     "decoding, pages of 16, split": partial(attend, "cache", 4, 8, 2, 3, 208, 64, causal=True, splits=3, page=16),
     "decoding, pages of 128": partial(attend, "cache", 3, 4, 2, 40, 256, 128, window_size=(70, 0), splits=2, page=128),
 }
-HOPPER = {  # kernels that the cost model does not choose for products as small as these
+HOPPER = {  # kernels that the sm_80 path has not, or for which the cost model there wants larger products
     "dense with K among CTAs": only(lambda family, config: config.split > 1, partial(dense, 136, 200, 520)),
-    "gradients of attention, split heads": of_split_heads,  # which that path has not, nor:
+    "gradients of attention, split heads": of_split_heads,
     "dense FP8": of_float8,
     "dense FP8, block scales": of_float8_blocks,
     "bsr FP8": of_sparse_float8,
