@@ -266,13 +266,14 @@ def of_selected_gradients(path: str) -> None:
 
 def of_split_heads(path: str) -> None:
     """Gradients whose work items have some of the heads that share a head of K and V."""
+    from .attention import test_backward_items as items
     from .attention import test_gradients as gradients
 
     with cute_kernels.path(path):
-        for heads, make in gradients.SPLIT.values():
-            with gradients.split(heads), mock.patch.dict(gradients.CASES, {"split": make}):
+        for heads, make in items.SPLIT.values():
+            with items.split(heads), mock.patch.dict(gradients.CASES, {"split": make}):
                 gradients.check_case("split", DEVICE, contextlib.nullcontext)
-        with gradients.split(1):
+        with items.split(1):
             gradients.check_packed("packed, causal", DEVICE, contextlib.nullcontext)
 
 

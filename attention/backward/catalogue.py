@@ -41,7 +41,8 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 if path == "sm_90":
                     yield pick(replace(plain, window=WindowKind(right=True), split_heads=True))
             if first and dim == ALL_FEATURES:
-                yield from split_kernels(plain)
+                if path == "sm_90":
+                    yield from split_kernels(plain)
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
@@ -62,14 +63,13 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
 
 def split_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
     """Work items of some heads: packed, shards, block masks, score_mods."""
-    if plain.path == "sm_90":
-        split, causal = replace(plain, split_heads=True), WindowKind(right=True)
-        yield pick(replace(split, window=causal, packed=True))
-        yield pick(replace(split, window=causal, softcap=True))
-        yield pick(replace(split, window=causal, offsets=True))
-        yield pick(replace(split, window=causal, score=SCORES["bias"], score_sums=(0,)))
-        yield pick(replace(split, blocks=BlockKind(128, 128, MASKS["tensors"])))
-        yield from (pick(replace(split, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
+    split, causal = replace(plain, split_heads=True), WindowKind(right=True)
+    yield pick(replace(split, window=causal, packed=True))
+    yield pick(replace(split, window=causal, softcap=True))
+    yield pick(replace(split, window=causal, offsets=True))
+    yield pick(replace(split, window=causal, score=SCORES["bias"], score_sums=(0,)))
+    yield pick(replace(split, blocks=BlockKind(128, 128, MASKS["tensors"])))
+    yield from (pick(replace(split, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
 
 
 def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:

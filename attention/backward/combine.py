@@ -1,7 +1,7 @@
-"""The kernel that adds the parts of dK and dV which work items of some query heads stored (items.py), in their order.
+"""The kernel that adds the parts of dK and dV that work items of some query heads stored (items.py), in their order.
 
-A thread adds eight columns of a row, from 16-byte loads. With `count` parts of a KV head it reads count * 4 bytes and
-writes the gradient's for each element, at the rate of memory.
+A thread adds eight columns of a row, loaded 16 bytes at a time. For each element the kernel reads 4 bytes per part and
+writes one of dK or dV, so DRAM bandwidth bounds it.
 """
 
 import cuda.bindings.driver as cuda

@@ -32,7 +32,7 @@ from ..selected.blocks import SIDE, has_members
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
-from .items import MOST_MEMORY, NEAR_BYTES, empty_parts, heads_of_an_item, order_of_items
+from .items import MOST_MEMORY, NEAR_BYTES, heads_of_an_item, order_of_items, parts_layout
 from .ranges import items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
@@ -56,8 +56,7 @@ class BackwardPlan(CallPlan):
     scalars: tuple = ()  # scalar arguments of the main kernel, in order; OFFSETS is replaced in calls that have offsets
     scale: float = 1.0
     item_heads: int = 1  # query heads of a work item
-    split: int | None = None  # the same, if it has not all that share a head of K and V
-    parts: int = 0  # work items of all heads for each KV tile, if heads are split
+    kv_parts: tuple = ()  # layouts of the parts of dK and dV, if heads are split
     near: int = 0  # order_of_items' rows of blocks, with a block mask
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
@@ -128,9 +127,9 @@ def backward(
             t if view is None else view(t) for t, view in zip((*tensors, *gradients), plan.views, strict=True)
         )
     dq, dk, dv = views
-    to_kv = dk, dv
-    if plan.split:
-        to_kv = empty_parts(k, plan.parts), empty_parts(v, plan.parts)
+    to_kv: tuple = (dk, dv)  # which the main kernel writes or adds to
+    if plan.kv_parts:
+        to_kv = tuple([plan.new(*layout) for layout in plan.kv_parts])
     elif plan.facts.ranges:
         to_kv = zero_sums(k, v)
     of_captured = tuple(t.view(-1) if t.dim() == 0 else t for t in of_captured) or None
@@ -139,7 +138,7 @@ def backward(
     rows, dq_accum, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order: tuple = (turns,)
     if plan.facts.path == "sm_90":
-        order = *order, zeros(device, 1, torch.int32), plan.split  # the tile counter
+        order = *order, zeros(device, 1, torch.int32), plan.item_heads if plan.kv_parts else None  # the tile counter
     blocks = None
     if mask is not None:
         if plan.facts.ranges:
@@ -160,11 +159,11 @@ def backward(
     if plan.facts.ranges:
         convert(to_kv, plan.scale, (dk, dv))
     plan.convert(dq_accum, cu_seqlens[0], dq, plan.scale)
-    if plan.split:
+    if plan.kv_parts:
         plan.combine(*to_kv, dk, dv)
     if sinks is not None:
-        items = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
-        sink_sums = sink_sums.view(items, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
+        batch = 1 if packed else len(q)  # the tiles of a head are consecutive within a batch
+        sink_sums = sink_sums.view(batch, len(sinks), -1).sum((0, 2)).to(sinks.dtype)
     dq, dk, dv = gradients
     return dq, dk, dv, sink_sums
 
@@ -209,8 +208,9 @@ def plan_backward(
         fewest = -(-columns * (facts.head_dim + facts.head_dim_v) // (MOST_MEMORY * rows * facts.head_dim))
         plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms, fewest)
         if plan.item_heads < per_head:
-            facts, plan.split = pick(replace(facts, split_heads=True, grad_dtype=None)), plan.item_heads
-            plan.parts = k.shape[1] * (per_head // plan.item_heads)
+            facts = pick(replace(facts, split_heads=True, grad_dtype=None))
+            items = k.shape[1] * (per_head // plan.item_heads)
+            plan.kv_parts = parts_layout(k, items), parts_layout(v, items)
     plan.facts = facts
     if kind is not None:
         plan.near = max(NEAR_BYTES // (bytes_of_a_row(facts) * kind.block_q), 1)
@@ -221,12 +221,12 @@ def plan_backward(
     views = tuple(view_of(plan, name, t) for name, t in (*named, *results))
     plan.views = views if any(views) else ()
     if args.packed:
-        (length, heads, _), items, cols = q.shape, 1, len(k)
+        (length, heads, _), batch, cols = q.shape, 1, len(k)
     else:
-        items, heads, length = rows_of(q, score_and_mask["packed_heads"])
+        batch, heads, length = rows_of(q, score_and_mask["packed_heads"])
         cols = k.shape[2]
     sequences, block_q = len(cu_q) - 1 if args.packed else None, None if kind is None else kind.block_q
-    plan.tiles = items * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
+    plan.tiles = batch * heads * tiles_of_a_head(length, facts.config.tile_m, sequences, block_q)
     config, turns = facts.config, (plan.tiles, facts.config.dq_groups)
     plan.workspace = (
         layout_of((plan.tiles, 2, config.tile_m), torch.float32),

@@ -1,10 +1,10 @@
 """Work items of backward's kernels: a KV tile, with all query heads that share its head of K and V, or some of them.
 
 KV tiles of a causal mask have different lengths. Tiles that run at the same time begin near each other, but after some
-heads they are rows apart, more with every head, and what they read leaves L2 before others need it. A work item of few
-heads ends before that. An H200 draws its 700 W in these kernels, and power that memory does not draw raises the clock:
-causal, 64k tokens, 64/8 heads, 0.37 TB from and to memory at 1510 MHz become 0.02 TB at 1640 MHz. Small problems also
-have more items to balance.
+heads they are rows apart, more with every head, and what one reads leaves L2 before the others need it. A work item of
+few heads ends before that. These kernels run at an H200's limit of 700 W, so less DRAM traffic means a higher SM clock:
+causal, 64k tokens, 64/8 heads, 0.37 TB at 1510 MHz become 0.02 TB at 1640 MHz. Small problems also have more items to
+balance.
 
 On the other hand each item has a prologue and an epilogue. It stores its part of dK and dV in FP32, and combine.py adds
 the parts in order, so that both are bitwise identical in every run.
@@ -12,6 +12,8 @@ the parts in order, so that both are bitwise identical in every run.
 
 import torch
 from torch import Tensor
+
+from cute_kernels.runtime.call_plan import layout_of
 
 NEAR_BYTES = 2**23  # of Q, dO and dq_accum of rows that are near each other: a quarter of what stays in L2
 LEAST_STEPS = 64  # blocks of 128x128 scores of an item with some of the heads, on average
@@ -39,14 +41,16 @@ def heads_of_an_item(per_head: int, steps: float | None, tiles: int, sms: int, f
     return balanced[-1] if balanced else choices[0]
 
 
-def empty_parts(t: Tensor, items: int) -> Tensor:
-    """FP32 parts of the gradient of K or V, batched (B, items, Sk, D) or packed (total_k, items, D).
+def parts_layout(t: Tensor, items: int) -> tuple:
+    """(shape, strides, dtype) of the FP32 parts of the gradient of K or V: batched (B, items, Sk, D) or packed
+    (total_k, items, D), a part's rows side by side in memory.
 
     items: work items of all heads for each KV tile.
     """
     if t.dim() == 3:
-        return t.new_empty((items, len(t), t.shape[-1]), dtype=torch.float32).transpose(0, 1)
-    return t.new_empty((len(t), items, *t.shape[2:]), dtype=torch.float32)
+        rows, _, width = t.shape
+        return (rows, items, width), (width, rows * width, 1), torch.float32
+    return layout_of((len(t), items, *t.shape[2:]), torch.float32)
 
 
 def order_of_items(lengths: Tensor, first_rows: Tensor, near: int, sms: int) -> Tensor:
@@ -62,8 +66,9 @@ def order_of_items(lengths: Tensor, first_rows: Tensor, near: int, sms: int) -> 
     groups, tiles = lengths.shape
     last = min(-(-2 * sms // tiles), groups)
     lengths, section = lengths.long(), first_rows.long() // near
+    longest = lengths.amax()
     section += torch.arange(groups, device=lengths.device)[:, None] * (section.amax() + 1)
     section[groups - last :] = section.amax()
-    keys = section * (lengths.amax() + 1) + lengths.amax() - lengths
+    keys = section * (longest + 1) + longest - lengths
     outlasts = lengths * sms * groups > lengths.sum() * last
     return torch.where(outlasts, -lengths, keys).flatten().sort(stable=True).indices.to(torch.int32)

@@ -20,8 +20,8 @@ LAST_TILES = 256  # of a KvScheduler's last group: about two for each multiproce
 
 @dataclass(frozen=True)
 class KvTile:
-    """KV tile n in batch b, with the query heads of a work item. head_group is the index of the item among those of the
-    tile's number in the batch: the head of K and V, unless heads are split (KvScheduler.split)."""
+    """KV tile n in batch b, with the query heads of a work item: the head_group-th KvScheduler.item_heads of them. This
+    is the head of K and V unless heads are split."""
 
     n: Int32
     head_group: Int32
@@ -38,7 +38,7 @@ class KvScheduler:
     tiles or more, so that its longest ones do not finish last. from_last: in all groups but the last one, the last
     tiles come first (q_tiles).
 
-    A head is here the query heads of a work item: all that share a KV head, or `split` of these (items.py).
+    These heads are head groups: all query heads of a KV head, or `split` of them (items.py).
     """
 
     tiles_k: Int32
@@ -57,7 +57,7 @@ class KvScheduler:
 
     @property
     def items(self) -> Int32:
-        """Work items of the KV tiles with one number, in all heads of a batch."""
+        """Number of head groups of a batch: each KV tile has a work item for each group of its KV head."""
         return self.heads_kv if self.split is None else self.heads // self.split
 
     def h_kv(self, tile: KvTile) -> Int32:
@@ -162,7 +162,7 @@ def heads_in_l2(facts: BackwardFacts, rows, heads, heads_kv, batch=1):
 
 
 def last_group(heads, tiles_k, l2_heads):
-    """KvScheduler.last_group, of `heads` heads of work items in all."""
+    """The first head of KvScheduler's last group. heads: head groups of all batches."""
     tail = (LAST_TILES - 1) // cutlass.max(tiles_k, 1) + 1
     return cutlass.max(heads - tail, 0) // l2_heads * l2_heads
 
