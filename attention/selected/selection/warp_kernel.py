@@ -54,9 +54,11 @@ class SelectTopByWarps:
     ):
         batch, groups, rows, _ = scores.shape
         terms = Terms(first, columns, block_size, local, initial, causal, whole)
+        # For sm_80 ptxas would spill to stay at 32 registers
         self.kernel(scores, out, terms).launch(
-            grid=(cute.ceil_div(batch * groups * rows, WARPS), 1, 1), block=(self.facts.threads, 1, 1), stream=stream
-        )
+            grid=(cute.ceil_div(batch * groups * rows, WARPS), 1, 1), block=(self.facts.threads, 1, 1),
+            min_blocks_per_mp=int(self.facts.arch == "sm_80"), stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, scores: cute.Tensor, out: cute.Tensor, terms: Terms):
