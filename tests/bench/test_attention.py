@@ -3,9 +3,11 @@
 FlashAttention 4, FlexAttention and CUDA's backends are computed by the reference or by torch.
 """
 
+import itertools
 import json
 import sys
 import types
+from collections import Counter
 
 import pytest
 import torch
@@ -254,6 +256,16 @@ def test_fa4_is_imported_after_ours_has_run(on_cpu, monkeypatch):
         if args.only in case.name:
             case.measure(rounds=1)
     assert imported and not late
+
+
+def test_each_call_follows_every_other_one_equally_often():
+    rounds = list(itertools.islice(timing.shuffled(dict.fromkeys("abcd")), 600))
+    assert all(sorted(turn) == [(name, None) for name in "abcd"] for turn in rounds)
+    names = [name for turn in rounds for name, _ in turn]
+    follows = Counter(pair for pair in itertools.pairwise(names) if pair[0] != pair[1])
+    assert len(follows) == 12 and min(follows.values()) > 0.8 * max(follows.values())
+    again = itertools.islice(timing.shuffled(dict.fromkeys("abcd")), 600)
+    assert list(again) == rounds
 
 
 def test_bursts_take_turns_and_graphs_are_divided_by_their_calls(monkeypatch):
