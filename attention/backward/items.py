@@ -58,17 +58,16 @@ def order_of_items(lengths: Tensor, first_rows: Tensor, near: int, sms: int) -> 
 
     Groups of heads follow each other, and in a group items that begin within `near` rows of blocks, the longest first:
     items that run at the same time then read the same rows at the same time, also where each has rows of its own. But
-    the last groups, which have two items or more for each multiprocessor, come longest first, so that all
-    multiprocessors end at the same time; and before all others come items that last longer than these groups.
+    the last items, as many as the longest item takes on all multiprocessors, come longest first, so that all
+    multiprocessors end at the same time.
 
     lengths, first_rows: (groups, tiles), numbers of blocks and first rows of blocks.
     """
-    groups, tiles = lengths.shape
-    last = min(-(-2 * sms // tiles), groups)
     lengths, section = lengths.long(), first_rows.long() // near
+    section += torch.arange(len(lengths), device=lengths.device)[:, None] * (section.amax() + 1)
     longest = lengths.amax()
-    section += torch.arange(groups, device=lengths.device)[:, None] * (section.amax() + 1)
-    section[groups - last :] = section.amax()
-    keys = section * (longest + 1) + longest - lengths
-    outlasts = lengths * sms * groups > lengths.sum() * last
-    return torch.where(outlasts, -lengths, keys).flatten().sort(stable=True).indices.to(torch.int32)
+    order = (section * (longest + 1) + longest - lengths).flatten().sort(stable=True).indices
+    lengths = lengths.flatten()[order]
+    begun_after = lengths.flip(0).cumsum(0).flip(0)  # blocks of an item and of all that begin after it
+    last = begun_after <= longest * sms
+    return order[torch.where(last, longest + 1 - lengths, 0).sort(stable=True).indices].to(torch.int32)
