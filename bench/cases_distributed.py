@@ -91,26 +91,35 @@ def result(times: dict[str, float], ffn: SwiGLU) -> dict:
 
 
 def fsdp_step(device: torch.device) -> dict:
-    """A training step of the demo's transformer under fully_shard, beside one GPU's own step of as many tokens."""
+    """A training step of the demo's transformer under fully_shard, beside one GPU's own step of as many tokens.
+
+    Both have one policy, so that they compute the same in the same dtypes: one GPU's model is sharded over a mesh of
+    its rank alone.
+    """
     tokens = torch.randint(256, (WINDOWS, DECODER.context + 1), dtype=torch.uint8, device=device)
-    alone = Decoder(DECODER).to(device)
-    model = copy.deepcopy(alone)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "one"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in (alone, model)]
+    alone = Decoder(DECODER).to(device)
+    models = {"alone": alone, "sharded": copy.deepcopy(alone)}
+    for model, ranks in zip(models.values(), (mesh["one"], mesh["ranks"]), strict=True):
+        for layer in model.layers:
+            fully_shard(layer, mesh=ranks, mp_policy=policy)
+        fully_shard(model, mesh=ranks, mp_policy=policy)
 
-    def step(which: Decoder, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            loss = which.loss(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def step_of_model(model: Decoder) -> Callable[[], torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    times = timed({
-        "alone": lambda: step(alone, optimizers[0], True), "sharded": lambda: step(model, optimizers[1], False),
-    }, rounds=15, sleep=5 * 20_000_000)  # fmt: skip
+        def step() -> torch.Tensor:
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    calls: dict[str, Callable[[], object]] = {name: step_of_model(model) for name, model in models.items()}
+    times = timed(calls, rounds=15, sleep=5 * 20_000_000)
     count = WINDOWS * DECODER.context
     return {
         "ms": times["sharded"], "alone_ms": times["alone"], "efficiency": times["alone"] / times["sharded"],

@@ -6,106 +6,156 @@ time of the shards' kernels over those of the whole (rows with one rank; 1 witho
 V and of returning their gradients. Across hosts, which were not measured, each GPU has HOST_GBS.
 
 Nothing overlaps, as in attention.distributed. Masks are those of cases_distributed_attention, of TOKENS tokens for each
-rank, and at least of the length that was measured. Long sequences are planned in coarser tiles.
+rank, and at least of the length that was measured. Each of their query tiles needs one range of tiles of K and V and
+some first tiles, so that tiles of 128 tokens are counted exactly for any number of ranks, without a table of blocks.
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from attention import patterns
-from attention.distributed.plan import ContextParallelPlan, plans
-from attention.masks.block_mask import BlockMask
+from attention.distributed import deal as dealing
 
 from .table import grid, make_console
 
 PACKED = (1024, 2048, 4096, 4096, 5120, 6144, 7168, 8192, 8192, 9216, 10240, 10240, 11264, 12288, 15360, 16384)  # 128k
+SHUFFLED = ", in random order"  # documents that are repeated in the measured order divide evenly among hosts
+TILE = 128
 PER_HOST = 8
 HOST_GBS = 50  # of one GPU, each way: 400 Gbit/s
 TOKENS = 32768
-MOST_TILES = 1024  # of a plan
-PACKED_BYTES = 8 * 128 * 2 * 2  # of K and V of a token: KV heads, D, two tensors, BF16
+TILE_MB = TILE * 8 * 128 * 2 * 2 / 1e6  # of a tile of K and V: KV heads, D, two tensors, BF16
 
 
-def coarse(length: int) -> int:
-    """Tokens that one row of a plan stands for."""
-    return max(1, length // 128 // MOST_TILES)
+@dataclass(frozen=True)
+class Ranges:
+    """Tiles of K and V that query tiles need, of all heads together: those from begin to end, and the first ones.
 
+    Each query tile needs its own tile. `begin` does not decrease.
 
-def mask_of(name: str, length: int) -> BlockMask:
-    """The mask of a row of the benchmark, in rows that stand for coarse(length) tokens each."""
-    each = coarse(length)
-    rows = length // each
-    if name.startswith("causal"):
-        return patterns.causal((rows, rows))
-    if name.startswith("packed"):  # documents of the lengths that were measured, more of them
-        ends = torch.tensor(PACKED * -(-length // sum(PACKED))).cumsum(0) // each
-        cu = torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < rows], torch.tensor([rows])])
-        return patterns.packed_documents(cu.int(), lengths=(rows, rows), causal=True)
-    if name.startswith("window"):
-        window = max(128, 4096 // each) - 1
-        return patterns.sliding_window((rows, rows), (window, 0), global_columns=max(1, 128 // each), causal=True)
-    return BlockMask.from_blocks(torch.ones(rows // 128, rows // 128, dtype=torch.bool))  # all heads together need all
-
-
-def share_of(name: str) -> float:
-    """The share of the blocks of mask_of that each head computes."""
-    return 0.125 if name.startswith("12.5 %") else 1.0
-
-
-def blocks(plan: ContextParallelPlan) -> int:
-    return int((plan.mask.kv_num_blocks + plan.mask.full_kv_num_blocks).sum())
-
-
-def received(plan: ContextParallelPlan) -> tuple[int, int]:
-    """Tiles that a rank receives from its own host, and from others."""
-    host = plan.rank // PER_HOST
-    near = sum(n for rank, n in enumerate(plan.receive_counts) if rank // PER_HOST == host)
-    return near, sum(plan.receive_counts) - near
-
-
-def all_or_some(size: int) -> list[int]:
-    """Ranks to look at: all, or some of many."""
-    return list(range(size)) if size <= 16 else [i * (size - 1) // 15 for i in range(16)]
-
-
-def predicted(
-    name: str, length: int, size: int, block_ms: list[float], kernels: list[float], gather_gbs: float, reduce_gbs: float
-) -> dict:
-    """Efficiencies of one GPU's rate, forward and backward, and what limits them.
-
-    block_ms: milliseconds of a block of 128 x 128 of all heads, forward and backward, on one GPU.
-    kernels: time of the shards' kernels over those of one GPU, forward and backward.
+    Attributes:
+        begin, end: int64 (tiles,).
+        first: number of first tiles that all query tiles need.
+        share: share of these blocks that each head computes.
     """
-    each = coarse(length)
-    mask = mask_of(name, length)
-    total, share = int((mask.kv_num_blocks + mask.full_kv_num_blocks).sum()), share_of(name)
-    made = plans(mask, size, ranks=all_or_some(size))
-    slowest = [0.0, 0.0]
-    moved = 0.0
-    for plan in made:
-        near, far = (n * plan.tile * each * PACKED_BYTES / 1e6 for n in received(plan))  # MB; MB / (GB/s) is ms
-        gather, reduce = near / gather_gbs + far / HOST_GBS, 2 * (near / reduce_gbs + far / HOST_GBS)
-        work = [blocks(plan) * share * each**2 * ms * k for ms, k in zip(block_ms, kernels, strict=True)]
-        slowest = [max(slowest[0], work[0] + gather), max(slowest[1], work[1] + gather + reduce)]
-        moved = max(moved, near + far)
-    ideal = [total * share * each**2 * ms / size for ms in block_ms]
+
+    begin: Tensor
+    end: Tensor
+    first: int = 0
+    share: float = 1.0
+
+    def work(self) -> Tensor:
+        """Blocks of each query tile, float64 (tiles,), if each head computes all."""
+        return (self.end - self.begin + self.begin.clamp(max=self.first)).double()
+
+    def unions(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Disjoint ranges (begin, end) of what ranks with these query tiles need, int64 (ranks, tiles + 1) each.
+
+        tiles: int64 (ranks, tiles), ascending; those past the last one are empty.
+        """
+        begin, end = (pad(t, (0, tiles.numel() - len(t)))[tiles] for t in (self.begin, self.end))
+        begin, end = pad(begin, (1, 0)), pad(end, (1, 0), value=self.first)
+        begin = torch.maximum(begin, pad(end.cummax(1).values[:, :-1], (1, 0)))
+        return begin, torch.maximum(begin, end)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Blocks of a head that each rank computes, and tiles that it receives from its own host and from others."""
+
+    deal: str
+    blocks: Tensor
+    near: Tensor
+    far: Tensor
+
+    def cost(self) -> float:
+        """Time of the slowest rank as deal="auto" estimates it, see attention.distributed.deal.cost."""
+        return float((self.blocks + dealing.BLOCKS_PER_TILE * (self.near + self.far)).max())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A problem that was measured, and one GPU's times.
+
+    Attributes:
+        name: of the mask.
+        length: tokens of the sequence.
+        block_ms: milliseconds of a block of 128 x 128 of all heads, forward and backward.
+        kernels: time of the shards' kernels over those of the whole, forward and backward.
+        gather_gbs, reduce_gbs: bandwidths of K and V, and of their gradients.
+    """
+
+    name: str
+    length: int
+    block_ms: Sequence[float]
+    kernels: Sequence[float]
+    gather_gbs: float
+    reduce_gbs: float
+
+
+def ranges_of(name: str, length: int, measured: int = sum(PACKED)) -> Ranges:
+    """The tiles that the mask of a row of the benchmark needs.
+
+    measured: the length of the measured sequence. A longer one has more documents, of the same lengths, repeated in the
+        measured order, or SHUFFLED.
+    """
+    rows = torch.arange(-(-length // TILE))
+    if name.startswith("causal"):
+        return Ranges(torch.zeros_like(rows), rows + 1)
+    if name.startswith("packed"):
+        documents = torch.tensor(PACKED * -(-length // measured))
+        if name.endswith(SHUFFLED):
+            documents = documents[torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))]
+        ends = documents.cumsum(0) * measured // sum(PACKED)
+        starts = torch.cat([ends.new_zeros(1), ends])
+        return Ranges(starts[torch.searchsorted(ends, rows * TILE, right=True)] // TILE, rows + 1)
+    if name.startswith("window"):
+        return Ranges((rows * TILE - 4095).clamp(min=0) // TILE, rows + 1, first=1)
+    return Ranges(torch.zeros_like(rows), torch.full_like(rows, len(rows)), share=0.125)  # together they need all
+
+
+def shares_of(ranges: Ranges, size: int) -> Shares:
+    """What each of `size` ranks computes and receives by the deal that plan_context_parallel takes."""
+    work, tried = ranges.work(), []
+    for deal in dealing.DEALS:
+        tiles = dealing.dealt(work, size, deal)
+        blocks = pad(work, (0, tiles.numel() - len(work)))[tiles].sum(1) * ranges.share
+        begin, end = ranges.unions(tiles)
+        of_host = []
+        for own, first, last in zip(*(t.split(PER_HOST) for t in (tiles, begin, end)), strict=True):
+            before = tiles.new_zeros(tiles.numel() + 1).index_fill_(0, own.flatten() + 1, 1).cumsum(0)
+            of_host.append((before[last] - before[first]).sum(1))
+        near = torch.cat(of_host)
+        tried.append(Shares(deal, blocks, near - (tiles < len(work)).sum(1), (end - begin).sum(1) - near))
+    return tried[dealing.best([shares.cost() for shares in tried])]
+
+
+def predicted(measured: Measured, length: int, size: int) -> dict:
+    """Efficiencies of one GPU's rate, forward and backward, of a sequence of this length, and what limits them."""
+    ranges = ranges_of(measured.name, length, measured.length)
+    shares = shares_of(ranges, size)
+    near, far = shares.near * TILE_MB, shares.far * TILE_MB  # MB / (GB/s) is ms
+    gather = near / measured.gather_gbs + far / HOST_GBS
+    reduce = 2 * (near / measured.reduce_gbs + far / HOST_GBS)
+    alone = float(ranges.work().sum()) * ranges.share / size
+    ways = zip(measured.block_ms, measured.kernels, (gather, gather + reduce), strict=True)
+    forward, backward = (alone * ms / float((shares.blocks * ms * k + moving).max()) for ms, k, moving in ways)
     return {
-        "name": name, "ranks": size, "length": length, "deal": made[0].deal, "moved_mb": round(moved, 1),
-        "forward": round(ideal[0] / slowest[0], 3), "backward": round(ideal[1] / slowest[1], 3),
+        "name": measured.name, "ranks": size, "length": length, "deal": shares.deal,
+        "moved_mb": round(float((near + far).max()), 1), "forward": round(forward, 3), "backward": round(backward, 3),
     }  # fmt: skip
 
 
-def measured(path: Path) -> list[dict]:
-    """Rows of context-parallel attention in a distributed.json, with `kernels` of their shards on one GPU.
-
-    Longer sequences than MOST_TILES tiles are left out: mask_of has other documents for them, in coarser tiles.
-    """
+def measured_rows(path: Path) -> list[dict]:
+    """Rows of context-parallel attention in a distributed.json, with `kernels` of their shards on one GPU."""
     rows = json.loads(path.read_text())["rows"]
     kernels = {problem_of(row): row["over_whole"] for row in rows if "over_whole" in row}
     found = [row for row in rows if row["name"].startswith("attention") and "gather_ms" in row]
-    found = [row for row in found if coarse(tokens_of(row)) == 1]
     return [row | {"kernels": kernels.get(problem_of(row), [1.0, 1.0])} for row in found]
 
 
@@ -113,35 +163,38 @@ def problem_of(row: dict) -> str:
     return row["name"].rpartition(", ")[0]
 
 
-def tokens_of(row: dict) -> int:
-    return int(row["name"].rsplit(", ", 2)[1].removesuffix("k tokens")) * 1024
-
-
-def parameters(row: dict) -> tuple[str, int, list[float], list[float], float, float]:
-    """(name, length, block_ms, kernels, gather_gbs, reduce_gbs) of a measured row."""
-    name, tokens = row["name"].removeprefix("attention, ").rsplit(", ", 2)[0], tokens_of(row)
-    mask = mask_of(name, tokens)
-    count = share_of(name) * int((mask.kv_num_blocks + mask.full_kv_num_blocks).sum())
-    moved = row["moved_mb"]
-    rates = moved / row["gather_ms"], 2 * moved / row["reduce_ms"]
-    return name, tokens, [ms / count for ms in row["one_gpu_ms"]], row["kernels"], *rates
+def of_row(row: dict) -> Measured:
+    """The problem of a row of measured_rows, with one GPU's times."""
+    name, tokens = problem_of(row).removeprefix("attention, ").rsplit(", ", 1)
+    length = int(tokens.removesuffix("k tokens")) * 1024
+    ranges = ranges_of(name, length, length)
+    count, moved = ranges.share * float(ranges.work().sum()), row["moved_mb"]
+    block_ms = [ms / count for ms in row["one_gpu_ms"]]
+    return Measured(name, length, block_ms, row["kernels"], moved / row["gather_ms"], 2 * moved / row["reduce_ms"])
 
 
 def simulate(path: Path, ranks: list[int]) -> list[dict]:
-    """Print and return predictions: for the numbers of ranks that were measured beside the measurement, and others."""
-    rows = measured(path)
+    """Print and return predictions: for the numbers of ranks that were measured beside the measurement, and others.
+
+    Others follow from the row with most ranks.
+    """
+    rows = measured_rows(path)
     console, table = make_console(110), grid(["mask", "deal"], ["ranks", "tokens", "MB moved", "forward", "backward"])
     found = []
     for row in rows:
-        name, length, *rates = parameters(row)
-        found.append(predicted(name, length, row["ranks"], *rates) | {"measured": [row["forward"], row["backward"]]})
+        problem = of_row(row)
+        entry = predicted(problem, problem.length, row["ranks"])
+        found.append(entry | {"measured": [row["forward"], row["backward"]]})
     if not rows:
         console.print("no rows of context-parallel attention; python -m bench distributed measures them")
         return []
     for row in rows:
-        if row["ranks"] == max(other["ranks"] for other in rows if other["name"] == row["name"]):
-            name, length, *rates = parameters(row)
-            found += [predicted(name, max(length, TOKENS * size), size, *rates) for size in ranks]
+        problem = of_row(row)
+        if row["ranks"] == max(other["ranks"] for other in rows if of_row(other).name == problem.name):
+            problems = [problem]
+            if problem.name.startswith("packed"):
+                problems.append(replace(problem, name=problem.name + SHUFFLED))
+            found += [predicted(each, max(each.length, TOKENS * size), size) for each in problems for size in ranks]
     for entry in found:
         pair = [
             f"{entry[way]:.3f}" + (f" (measured {entry['measured'][i]:.3f})" if "measured" in entry else "")

@@ -30,8 +30,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox: Any, outbox: Any) -> None:
+def _serve(
+    rank: int, world: int, backend: str, port: int, seconds: float, group: bool, inbox: Any, outbox: Any
+) -> None:
     """Body of a process: run the checks that arrive until None does."""
+    if not group and backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import torch.distributed as dist
 
@@ -39,12 +43,16 @@ def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not used
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=seconds), device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    if group:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+            timeout=datetime.timedelta(seconds=seconds), device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+    else:
+        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in torchrun.items()}, MASTER_ADDR="127.0.0.1")
     while (task := inbox.get()) is not None:
         (name, arguments), error = task, ""
         try:
@@ -54,14 +62,20 @@ def _serve(rank: int, world: int, backend: str, port: int, seconds: float, inbox
         except BaseException:
             error = traceback.format_exc()
         outbox.put((rank, error))
-    dist.destroy_process_group()
+    if group:
+        dist.destroy_process_group()
 
 
 class Ranks:
-    """`world` processes of one process group; they start with the first check, and again after one that fails."""
+    """`world` processes of one process group; they start with the first check, and again after one that fails.
 
-    def __init__(self, world: int, backend: str = "gloo", collective_seconds: float | None = None) -> None:
-        self.world, self.backend = world, backend
+    group: if False, processes start as torchrun starts them: with its environment variables and without a group.
+    """
+
+    def __init__(
+        self, world: int, backend: str = "gloo", collective_seconds: float | None = None, group: bool = True
+    ) -> None:
+        self.world, self.backend, self.group = world, backend, group
         self.collective_seconds = collective_seconds or COLLECTIVE_SECONDS[backend]
         # A process that forks must not have used CUDA.
         self.context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
@@ -72,7 +86,7 @@ class Ranks:
     def start(self) -> None:
         port, make = free_port(), self.context.Queue
         self.inboxes, self.outbox = [make() for _ in range(self.world)], make()
-        shared = self.world, self.backend, port, self.collective_seconds
+        shared = self.world, self.backend, port, self.collective_seconds, self.group
         self.processes = [
             self.context.Process(target=_serve, args=(rank, *shared, inbox, self.outbox), daemon=True)
             for rank, inbox in enumerate(self.inboxes)

@@ -1,6 +1,9 @@
-"""Documents: every code block runs, tables show the content of result files, links lead somewhere, the site builds."""
+"""Documents: every code block runs, tables show the content of result files, links lead somewhere, the reference is
+complete, the site builds."""
 
+import importlib
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .ranks import Ranks
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -16,6 +21,16 @@ LINK = re.compile(r"\]\(([^)#]+)?(?:#([^)]+))?\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [ROOT / "README.md", ROOT / "docs/getting-started.md", *sorted((ROOT / "docs/howto").glob("*.md"))]
 BLOCKS = [(page, i) for page in PAGES for i in range(len(BLOCK.findall(page.read_text())))]
+
+IMPORTS = re.compile(r"\A(?:(?:(?:import|from) .*)?\n)*")  # and blank lines, at the start of a block
+BEGINNING = """\
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+mesh = init_device_mesh(device, (dist.get_world_size(),))  # selects this rank's GPU
+"""
+MODULES = ("cute_kernels", "sparse_collective", "sparse_collective.nn", "sparse_collective.distributed")
+MODULES += ("attention", "attention.nn", "attention.distributed")
+MODULES += ("attention.integrations.transformers", "attention.integrations.vllm")
 
 
 def anchors(text: str) -> set[str]:
@@ -27,15 +42,33 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.core
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=lambda x: x.stem if isinstance(x, Path) else str(x))
 def test_code_blocks_run(page, number, tmp_path, monkeypatch):
-    """Each block alone, as a reader pastes it; without a GPU on CPU tensors."""
+    """Each block alone, as a reader pastes it; without a GPU on CPU tensors. Those of several GPUs run as torchrun
+    starts them, in one process and in two, on the CPU."""
     code = BLOCK.findall(page.read_text())[number]
     for library in ("transformers", "diffusers"):
         if re.search(rf"^(from|import) (attention\.integrations\.)?{library}\b", code, re.MULTILINE):
             pytest.importorskip(library)
     if "torch.compile" in code and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, f"{page.name}, block {number}", "exec"), {"__name__": "block"})
+    title = f"{page.name}, block {number}"
+    if "init_process_group" not in code:
+        monkeypatch.chdir(tmp_path)
+        exec(compile(code, title, "exec"), {"__name__": "block"})
+        return
+    # CUDA tensors of an earlier line would all be on the first GPU.
+    assert IMPORTS.sub("", code).startswith(BEGINNING), f"{title} does not begin with\n{BEGINNING}"
+    for world in (1, 2):
+        ranks = Ranks(world, group=False)
+        try:
+            ranks.run(f"{__name__}:run_in_a_rank", code, title, str(tmp_path / f"{world}"))
+        finally:
+            ranks.close()
+
+
+def run_in_a_rank(device, code: str, title: str, folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    exec(compile(code, title, "exec"), {"__name__": "block"})
 
 
 def test_readme_is_short_and_names_the_commands():
@@ -61,6 +94,19 @@ def test_links_and_lines(path):
             assert anchor in anchors(file.read_text()), f"{target}#{anchor}"
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "![", ":::"))]
     assert not long, long[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_are_in_the_reference(module):
+    """By identity: pages may name an object by another module's path."""
+    if module.startswith("attention"):
+        pytest.importorskip("transformers")
+    pages = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    listed = re.findall(rf"^::: ({module.partition('.')[0]}\.\S+)", pages, re.MULTILINE)
+    objects = {id(pkgutil.resolve_name(path)) for path in listed}
+    package = importlib.import_module(module)
+    missing = {name for name in package.__all__ if id(getattr(package, name)) not in objects}
+    assert not missing
 
 
 @pytest.mark.core

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch.compiler import is_compiling
 from cute_kernels.runtime.torch_compat import without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
+from .. import checks
 from ..masks.mask_mods import position_in
 from ..masks.score_mod import WHAT, bound
+from ..masks.score_mods import Bias
 from ..operands import autocast
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
@@ -40,6 +42,21 @@ class ScoreAtPositions:
         q, kv = position_in(self.q_tiles, self.tile, q), position_in(self.k_tiles, self.tile, kv)
         last = self.length - 1
         return self.score_mod(score, b, h, q.clamp(max=last), kv.clamp(max=last))
+
+
+class Call(NamedTuple):
+    """Arguments of context_parallel_attention besides the plan."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softcap: float | None
+    scale: float | None
+    return_lse: bool
+    deterministic: bool | None
+    score_mod: Callable | None
+    keep_kv: bool
+    reduce_dtype: torch.dtype
 
 
 class Options(TypedDict, total=False):
@@ -91,15 +108,6 @@ def _gradients(ctx, dout, dlse) -> tuple:
 _gradients_once = differentiable_once(_gradients)
 
 
-def _captures_a_leaf(score_mod: Callable, device: torch.device) -> bool:
-    """True if a tensor that the function captures requires a gradient."""
-    if not is_compiling():
-        return bound(score_mod, device).wants_gradients
-    from ..masks.function_text import written  # imports torch's compiler
-
-    return any(t.requires_grad for t in written(score_mod, WHAT)[-1])
-
-
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -142,7 +150,8 @@ def context_parallel_attention(
         k, v: (B, Hkv, L, D) and (B, Hkv, L, Dv): the keys and values of the same tokens.
         plan: see plan_context_parallel. Masks are part of it: causal, windows, packed sequences.
         softcap, scale, return_lse, deterministic: see attention.
-        score_mod: see attention; it gets positions in the whole sequence. Tensors that it captures get no gradients.
+        score_mod: see attention; it gets positions in the whole sequence, so a tensor that it indexes by q or kv is
+            that of the whole sequence. Tensors that it captures get no gradients.
         reduce_dtype: dtype in which the processes' parts of the gradients of k and v move: torch.float32, or q's dtype,
             which moves half the bytes and rounds each part. The parts are added in float32.
         keep_kv: True to keep the keys and values of other processes for backward, False to move them again.
@@ -158,7 +167,8 @@ def context_parallel_attention(
     v are cast as by attention.
 
     Raises:
-        TypeError, ValueError: see block_sparse_attention; or L is not that of the plan.
+        TypeError, ValueError: see block_sparse_attention; or L is not that of the plan, or score_mod indexes a tensor
+            by q or kv that is shorter than the whole sequence. torch.compile finds that for score_mods.Bias only.
         RuntimeError: a tensor that score_mod captures requires a gradient; or, in the call that is compared, the
             processes' arguments differ, or another process raised one of these errors.
 
@@ -169,39 +179,74 @@ def context_parallel_attention(
     """
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
+    call = Call(q, k, v, softcap, scale, return_lse, deterministic, score_mod, keep_kv, reduce_dtype)
     if not is_compiling() and awaits_comparison(plan):
-        equal = {"keep_kv": keep_kv, "scale": scale, "softcap": softcap}
         with without_modes():  # a recomputation of this call, which is not compared, runs the same operations
-            compare_call(OP, plan, lambda: _described(q, k, v, plan, score_mod, reduce_dtype) | equal)
-    q, k, v, score_mod = _prepared(q, k, v, plan, score_mod, reduce_dtype)
-    options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": score_mod}
-    out, lse = _ContextParallel.apply(q, k, v, plan, options, keep_kv, reduce_dtype)
+            compare_call(OP, plan, lambda: _described(call, plan))
+    call = _prepared(call, plan)
+    options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": call.score_mod}
+    out, lse = _ContextParallel.apply(call.q, call.k, call.v, plan, options, keep_kv, reduce_dtype)
     return (out, lse) if return_lse else out
 
 
-def _prepared(q, k, v, plan: ContextParallelPlan, score_mod: Callable | None, reduce_dtype: torch.dtype) -> tuple:
-    """Check this process's arguments. Returns (q, k, v, score_mod), cast and with positions of the whole sequence."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
+def _prepared(call: Call, plan: ContextParallelPlan) -> Call:
+    """Check this process's arguments. Returns them with q, k and v cast and a score_mod of the buffer's positions."""
+    for name, t in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(t, Tensor) or t.dim() != 4 or t.shape[2] != plan.local_length:
             got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
             raise ValueError(
                 f"{OP}: {name} must be (B, H, {plan.local_length}, D), the shard of this process; got {got}; "
                 "plan.shard(x, dim=2) makes it"
             )
-    q, k, v = autocast(q, k, v)
-    if reduce_dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"{OP}: reduce_dtype must be torch.float32 or q's dtype, {q.dtype}, got {reduce_dtype!r}")
+    for name, flag in (("return_lse", call.return_lse), ("keep_kv", call.keep_kv)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{OP}: {name} must be True or False, got {flag!r}")
+    checks.check_deterministic(OP, call.deterministic)
+    checks.check_scale(OP, call.scale, call.softcap)
+    q, k, v = autocast(call.q, call.k, call.v)
+    if not is_compiling():  # in a trace the op checks
+        checks.check_qkv(OP, q, k, v)
+    if call.reduce_dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"{OP}: reduce_dtype must be torch.float32 or q's dtype, {q.dtype}, got {call.reduce_dtype!r}")
+    score_mod = call.score_mod
     if score_mod is not None:
-        if _captures_a_leaf(score_mod, q.device):
-            raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
+        if call.softcap is not None:
+            raise ValueError(f"{OP}: score_mod excludes softcap; write c * torch.tanh(score / c) in the score_mod")
+        _check_score(score_mod, q, plan.length)
         score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
-    return q, k, v, score_mod
+    return call._replace(q=q, k=k, v=v, score_mod=score_mod)
 
 
-def _described(q, k, v, plan: ContextParallelPlan, score_mod: Callable | None, reduce_dtype: torch.dtype) -> dict:
+def _check_score(score_mod: Callable, q: Tensor, length: int) -> None:
+    """Check the tensors that a score_mod captures: without gradients, and as long as the whole sequence."""
+    short = ""
+    if is_compiling():
+        from ..masks.function_text import written  # imports torch's compiler
+
+        wants_gradients = any(t.requires_grad for t in written(score_mod, WHAT)[-1])
+        if isinstance(score_mod, Bias) and any(n != 1 and n < length for n in score_mod.bias.shape[2:]):
+            short = f"score_mod adds a bias of shape {tuple(score_mod.bias.shape)} to scores of {length} tokens"
+    else:
+        found = bound(score_mod, q.device)
+        wants_gradients = found.wants_gradients
+        try:
+            found.check(q.shape[0], q.shape[1], (length, length))
+        except IndexError as error:
+            short = str(error)
+    if wants_gradients:
+        raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")
+    if short:
+        raise ValueError(
+            f"{OP}: {short}; q and kv are positions in the whole sequence, so capture the tensor of the whole "
+            "sequence, or compute the score from positions, as score_mods.Alibi"
+        )
+
+
+def _described(call: Call, plan: ContextParallelPlan) -> dict:
     """Check this process's arguments. Returns those that must be the same in all processes, by name."""
-    q, k, v, _ = _prepared(q, k, v, plan, score_mod, reduce_dtype)
-    tensors = {"q": q, "k": k, "v": v}
+    prepared = _prepared(call, plan)
+    tensors = {"q": prepared.q, "k": prepared.k, "v": prepared.v}
     stated: dict = {name: f"{tuple(t.shape)} {t.dtype} ({t.device.type})" for name, t in tensors.items()}
     stated["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    return stated | {"reduce_dtype": reduce_dtype, "score_mod": next(facts(score_mod))}
+    stated |= {name: getattr(call, name) for name in ("reduce_dtype", "keep_kv", "scale", "softcap")}
+    return stated | {"score_mod": next(facts(call.score_mod))}

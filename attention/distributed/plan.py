@@ -84,11 +84,13 @@ class ContextParallelPlan:
     def shard(self, x: Tensor, dim: int, *, value: float = 0) -> Tensor:
         """This process's part of a tensor of the whole sequence: its tokens along `dim`, padding filled with `value`.
 
+        Raises:
+            TypeError, ValueError: x is no tensor, or does not have `length` tokens along `dim`.
+
         Example:
             >>> ids, labels = plan.shard(ids, 1), plan.shard(labels, 1, value=-100)
         """
-        if x.shape[dim] != self.length:
-            raise ValueError(f"shard: dimension {dim} must have {self.length} tokens, got shape {tuple(x.shape)}")
+        _check_tokens("shard: x", x, dim, self.length)
         positions = self.positions.to(x.device)
         if self.length == 0:
             return x.new_full((*x.shape[:dim], len(positions), *x.shape[dim:][1:]), value)
@@ -99,9 +101,16 @@ class ContextParallelPlan:
         return part.masked_fill(past, value)
 
     def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The tensor of the whole sequence from the parts of all processes, in their order (all_gather's output)."""
+        """The tensor of the whole sequence from the parts of all processes, in their order (all_gather's output).
+
+        Raises:
+            TypeError, ValueError: a part is no tensor or does not have `local_length` tokens along `dim`, or there are
+                not as many as processes.
+        """
         if len(parts) != self.size:
             raise ValueError(f"unshard: parts must be those of {self.size} processes, got {len(parts)}")
+        for number, part in enumerate(parts):
+            _check_tokens(f"unshard: parts[{number}]", part, dim, self.local_length)
         order = blocks_of(self.tiles.flatten(), self.tile).argsort()[: self.length]
         return torch.cat([*parts], dim).index_select(dim, order.to(parts[0].device))
 
@@ -135,6 +144,14 @@ class ContextParallelPlan:
         )
 
 
+def _check_tokens(name: str, x: Tensor, dim: int, length: int) -> None:
+    """Check that a tensor has `length` tokens along a dimension, which may be negative."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != length:
+        raise ValueError(f"{name} must have {length} tokens in dimension {dim}, got shape {tuple(x.shape)}")
+
+
 def plan_context_parallel(
     mask=None,
     mesh=None,
@@ -156,7 +173,8 @@ def plan_context_parallel(
         mesh: a DeviceMesh of one dimension; all its processes call this with the same mask.
         length: tokens of the whole sequence, S, if mask is None.
         causal, window_size: see attention.
-        cu_seqlens: (B + 1,) int32, for packed sequences: tokens attend to their own sequence only.
+        cu_seqlens: (B + 1,) int32 or int64, for packed sequences: tokens attend to their own sequence only. They begin
+            at 0 and never decrease. Tokens from the last entry to `length` are padding: fully masked, with rows of 0.
         deal: which tokens each process has: "contiguous", "head_tail" or "balanced", see deal.py; or "auto", the
             one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
@@ -164,12 +182,13 @@ def plan_context_parallel(
             The first call of context_parallel_attention with this plan compares its arguments. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
-    Synchronizes, to read which tiles move, with deal="auto" which deal is best, and with `check` the hashes.
+    Synchronizes, to read which tiles move, cu_seqlens, with deal="auto" which deal is best, and with `check` the
+    hashes.
 
     Raises:
         TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
             on a device of the mesh.
-        RuntimeError: the processes' masks differ, or, with `check`, another process raised one of these errors.
+        RuntimeError: the processes' masks differ, or, with `check`, another process raised an error of its arguments.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,))
@@ -182,13 +201,15 @@ def plan_context_parallel(
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise TypeError(f"{OP}: mesh must be a DeviceMesh of one dimension, such as mesh['cp'], got {mesh!r}")
+    if not isinstance(check, bool):
+        raise TypeError(f"{OP}: check must be True or False, got {check!r}")
     group = mesh.get_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     error, arguments = None, (length, causal, window_size, cu_seqlens)
     try:
         mask = _mask_on(mesh.device_type, mask, *arguments, device)
         _check_deal(mask, size, deal)
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:
         if not check:
             raise
         error = caught
@@ -205,7 +226,7 @@ def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> l
     """The plans of `size` processes, or of some of them, without any: to simulate them on one device.
 
     Example:
-        >>> parts = [attend(plan) for plan in plans(mask, 4)]        # see tests/attention/distributed
+        >>> parts = [attend(plan) for plan in plans(mask, 4)]        # tests/attention/test_distributed.py
     """
     return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None)
 
@@ -259,6 +280,8 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> 
 @torch.inference_mode(False)
 def _mask_on(device_type: str, mask, length, causal, window_size, cu_seqlens, device) -> BlockMask:
     """The mask of plan_context_parallel's arguments, on a device of the mesh."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{OP}: causal must be True or False, got {causal!r}")
     if device is not None and (mask is not None or cu_seqlens is not None):
         raise TypeError(f"{OP}: device is for a plan without mask and cu_seqlens, got {device!r}; the plan has theirs")
     if mask is None:
@@ -273,6 +296,12 @@ def _mask_on(device_type: str, mask, length, causal, window_size, cu_seqlens, de
             f"{OP}: the mask must be on a device of the mesh, {device_type}, got {mask.device}; "
             f"call mask.to({device_type!r})"
         )
+    if cu_seqlens is not None:
+        starts = cu_seqlens.tolist()
+        if starts[0] != 0 or starts != sorted(starts) or starts[-1] > length:
+            raise ValueError(
+                f"{OP}: cu_seqlens must begin at 0, never decrease and end at or before length, {length}, got {starts}"
+            )
     return mask
 
 
@@ -291,5 +320,9 @@ def _block_mask(mask) -> BlockMask:
     if isinstance(mask, cache.FlexBlockMask):
         return cache.of_flex(mask)
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"{OP}: mask must be a BlockMask or FlexAttention's, got {type(mask).__name__}")
+        raise TypeError(
+            f"{OP}: mask must be a BlockMask or FlexAttention's, got {type(mask).__name__}; make one with "
+            "attention.create_block_mask or attention.patterns, or of a bool tensor with BlockMask.from_elements or "
+            "BlockMask.from_blocks"
+        )
     return mask

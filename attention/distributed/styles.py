@@ -16,6 +16,7 @@ from .plan import ContextParallelPlan
 
 OP = "ContextParallel"
 PASSED_ON = ("scale", "softcap", "score_mod", "deterministic")
+OPERANDS = ("q", "k", "v")
 SHARDED = (Shard(2),)  # the tokens of (B, H, L, D)
 
 
@@ -25,10 +26,11 @@ class ContextParallel(ParallelStyle):
     The module's forward is replaced by context_parallel_attention. Such a module, often named inner_attention, has no
     parameters, and calls F.scaled_dot_product_attention, flex_attention or attention.attention.
 
-    Its q, k and v are (B, H or Hkv, L, D), the shards of this process as plan.shard makes them: tensors, or DTensors of
-    the mesh with placements [Shard(2)]; the output is then one, too. scale, softcap, score_mod, return_lse and
-    deterministic are passed on. enable_gqa has no effect: k and v may always have fewer heads. Other keyword arguments
-    (is_causal, attn_mask, block_mask, dropout_p) must be None, False or 0: masks are part of the plan.
+    Its q, k and v, by position or by these names, are (B, H or Hkv, L, D), the shards of this process as plan.shard
+    makes them: tensors, or DTensors of the mesh with placements [Shard(2)]; the output is then one, too. scale,
+    softcap, score_mod, return_lse and deterministic are passed on. enable_gqa has no effect: k and v may always have
+    fewer heads. Other keyword arguments (is_causal, attn_mask, block_mask, dropout_p) must be None, False or 0: masks
+    are part of the plan.
 
     Args:
         plan: see plan_context_parallel; of the mesh that parallelize_module gets.
@@ -57,17 +59,26 @@ class ContextParallel(ParallelStyle):
         module.forward = functools.partial(self._forward, device_mesh)
         return module
 
-    def _forward(self, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options):
+    def _forward(self, mesh: DeviceMesh, *operands: Tensor, return_lse: bool = False, **options):
+        by_name = [name for name in OPERANDS if name in options]
+        if len(operands) > 3 or (*OPERANDS[: len(operands)], *by_name) != OPERANDS:
+            raise TypeError(
+                f"{OP}: the module takes three tensors, q, k and v, by position or by these names, and options by "
+                f"name; got {len(operands)} by position and the names {', '.join(options) or 'none'}; call it as "
+                "inner_attention(q, k, v, scale=...)"
+            )
+        tensors = [*operands, *(options.pop(name) for name in by_name)]
         options.pop("enable_gqa", None)
         for name in options.keys() - set(PASSED_ON):
             value = options.pop(name)
-            if value is not None and (not isinstance(value, (bool, int, float)) or value):
+            number = isinstance(value, (bool, int, float))
+            if value is not None and (not number or value):
                 raise ValueError(
-                    f"{OP}: {name} must be None, False or 0, got {value!r}; masks are part of the plan, as in "
-                    "plan_context_parallel(causal=True)"
+                    f"{OP}: {name} must be None, False or 0, got {value if number else type(value).__name__}; masks "
+                    "are part of the plan, as in plan_context_parallel(causal=True)"
                 )
-        sharded = isinstance(q, DTensor)
-        q, k, v = (_local(name, t, mesh, sharded) for name, t in (("q", q), ("k", k), ("v", v)))
+        sharded = isinstance(tensors[0], DTensor)
+        q, k, v = (_local(name, t, mesh, sharded) for name, t in zip(OPERANDS, tensors, strict=True))
         options |= self.options
         found = context_parallel_attention(q, k, v, self.plan, return_lse=return_lse, **options)
         if not sharded:

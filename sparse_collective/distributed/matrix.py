@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from ..bsr import BsrMatrix
 from ..conversions import Balance
@@ -29,7 +29,9 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
         features, for Shard(1) a summand of the result.
 
     Raises:
-        ValueError: the number of placements is not the mesh's dimension, or a placement is neither Shard nor Replicate.
+        TypeError: mesh is no DeviceMesh, or placements are not a sequence.
+        ValueError: the number of placements is not the mesh's dimension, a placement is neither Replicate nor Shard of
+            rows or columns, or balance is unknown.
         RuntimeError: ranks hold different patterns.
 
     Example::
@@ -38,11 +40,20 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
         part = distribute_bsr(W, mesh, [Shard(0)])
         y = bsr_linear(x, part)  # (..., M / 2): the features of this rank
     """
+    if not hasattr(mesh, "get_local_rank") or not isinstance(placements, Sequence):
+        got = f"{type(mesh).__name__} and {type(placements).__name__}"
+        raise TypeError(f"distribute_bsr takes a DeviceMesh and a list of its placements, got {got}")
     if len(placements) != mesh.ndim:
         raise ValueError(f"distribute_bsr: {len(placements)} placements for a mesh of {mesh.ndim} dimensions")
+    if balance not in get_args(Balance):
+        raise ValueError(f"distribute_bsr: balance is {balance!r}; use one of {get_args(Balance)}")
+    rows = len(W.shape) - 2
     for placement in placements:
-        if not (placement.is_shard() or placement.is_replicate()):
-            raise ValueError(f"distribute_bsr: {placement} is not supported; use Shard(dim) or Replicate()")
+        if not (placement.is_replicate() or placement.is_shard() and placement.dim in (rows, rows + 1, -2, -1)):
+            raise ValueError(
+                f"distribute_bsr: {placement} is not supported; use Replicate(), Shard({rows}) for rows or "
+                f"Shard({rows + 1}) for columns"
+            )
     check_same(
         "distribute_bsr", "the pattern", pattern_hash(*W.indices), mesh,
         "load one matrix on all ranks, or make it from one seed",

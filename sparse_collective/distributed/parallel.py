@@ -29,13 +29,14 @@ from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear, bsr_linear
 from .exchange import index_of
 from .overlap import captured, gated_into
-from .partition import Partition
+from .partition import Partition, hidden_rows
 from .place import (
     Placed,
     SumGradient,
     as_placed,
     check_whole,
     column_output,
+    features,
     features_of,
     indices_of,
     own_part,
@@ -55,6 +56,7 @@ class TensorParallel(PlacedState):
     place: Placed
     bias: nn.Parameter | None
     tokens_compared: tuple | None = None  # the tokens' shape in the last call that compared it over the ranks
+    checked_next: Placed | None = None  # of the layer after this one, when check_next compared them
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -134,8 +136,30 @@ class TensorParallel(PlacedState):
         )  # fmt: skip
         self.tokens_compared = shape
 
+    def check_next(self, layer: Any) -> None:
+        """Compare this layer's output features with the input features of the layer after it, rank by rank.
+
+        Raises:
+            ValueError: both layers split them, and ranks hold others in each.
+        """
+        place, after = self.place, getattr(layer, "place", None)
+        if after is None or after is self.checked_next:
+            return
+        if features(place.outputs[0], -1) and features(after.inputs[0], -1):
+            if place.ranges(hidden_rows(self)) != after.ranges():
+                raise ValueError(
+                    f"ranks hold other features of {type(self).__name__}'s output than of {type(layer).__name__}'s "
+                    "input; pass one partition, from partition_hidden, to the styles of both layers"
+                )
+        self.checked_next = after
+
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
+        if place.dim and not features(place.inputs[0], x.dim() - 1) and x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} features, the layer {self.in_features}; with input_layouts={place.inputs[0]} "
+                "pass all of them"
+            )
         if self.tokens_compared is None or place.overlap:
             self.compare_tokens(x)
         if self.overlaps(x, routing, options):
@@ -225,10 +249,14 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
         """down(self(x)) with one schedule for the communication of both layers; None if it does not support the call.
 
         Both layers must have overlap=True, the same mesh and features, no hooks, and their class's forward.
+
+        Raises:
+            ValueError: see check_next.
         """
+        self.check_next(down)
         if type(down) is not ParallelBsrLinear or not down.place.overlap or down.place.mesh != self.place.mesh:
             return None
-        if 2 * down.local_extent != self.local_extent or down.values.dtype is not self.values.dtype:
+        if down.values.dtype is not self.values.dtype:
             return None
         if hooked(self) or hooked(down) or not self.overlaps(x, (), {}):
             return None
@@ -276,7 +304,7 @@ def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: An
     name, inputs = type(style).__name__, tuple(style.input_layouts)
 
     def checked() -> int:
-        check_layer(name, layer, dim, partition)
+        check_layer(name, layer, dim, partition, mesh.size())
         return pattern_hash(layer.crow_indices, layer.col_indices)
 
     check_same(
@@ -313,13 +341,13 @@ def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: An
     return layer
 
 
-def check_layer(style: str, layer: Any, dim: int, partition: Partition) -> None:
+def check_layer(style: str, layer: Any, dim: int, partition: Partition, ranks: int) -> None:
     """Reject what cannot be split.
 
     Raises:
         TypeError: the layer is none of those in KINDS, its values are computed of another parameter, or it is sharded.
-        ValueError: the layer is on the meta device, its features are not the partition's, or it is gated and its
-            columns are split.
+        ValueError: the layer is on the meta device, its features are not the partition's, the partition is not of as
+            many ranks, or the layer is gated and its columns are split.
     """
     if type(layer) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
@@ -331,3 +359,8 @@ def check_layer(style: str, layer: Any, dim: int, partition: Partition) -> None:
     if partition.features != extent:
         what = "in_features" if dim else "rows of the weight"
         raise ValueError(f"{style}: the partition is of {partition.features}, the layer has {extent} {what}")
+    if len(partition.units) != ranks:
+        parts = len(partition.units)
+        raise ValueError(
+            f"{style}: the partition has {parts} parts; use partition_hidden(..., {ranks}), one for each rank"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ def partition_hidden(
         one more. Synchronizes.
 
     Raises:
-        ValueError: the layers do not have the same number of hidden features, or balance is unknown.
+        ValueError: the layers do not have the same number of hidden features, parts is not positive, or balance is
+            unknown.
 
     Example::
 
@@ -103,6 +105,8 @@ def partition_hidden(
         parallelize_module(ffn, mesh, plan)
     """
     layers = _first_layers(first)
+    if operator.index(parts) < 1:
+        raise ValueError(f"partition_hidden: parts is {parts}; pass the number of ranks")
     if balance not in ("extent", "blocks"):
         raise ValueError(f"partition_hidden: balance is {balance!r}; use 'extent' or 'blocks'")
     widths = [layer.out_features // hidden_rows(layer) for layer in layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "as_placed",
     "check_whole",
     "column_output",
+    "features",
     "features_of",
     "indices_of",
     "own_part",
@@ -75,6 +77,12 @@ class Placed:
     def own(self) -> tuple[int, ...]:
         """The blocks of this rank."""
         return self.blocks[self.mesh.get_local_rank()]
+
+    def ranges(self, rows: int = 1) -> list[list[int]]:
+        """For each rank, where its ranges of features begin and end; a feature has so many rows of the weight."""
+        ends = [Counter(i for block in own for i in (block, block + 1)) for own in self.blocks]
+        # A number that comes twice is inside a range.
+        return [[i * self.side // rows for i, times in own.items() if times == 1] for own in ends]
 
 
 class SumGradient(torch.autograd.Function):

@@ -24,7 +24,7 @@ class BsrColwiseParallel(ColwiseParallel):
 
     Args:
         input_layouts: placement of x: Replicate() (the default), or Shard(dim) of its tokens, which are all-gathered
-            (sequence parallel).
+            (sequence parallel), but those of a BsrGroupedLinear are not, since its routing is of the tokens it gets.
         output_layouts: placement of the result: Shard(-1) (the default), the rank's features; or Replicate().
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the hidden features of each rank, from partition_hidden; by default ranks get ranges of equally many
@@ -34,9 +34,11 @@ class BsrColwiseParallel(ColwiseParallel):
             input_layouts=Shard(0), and GPUs of one host that reach each other's memory (NVLink).
 
     parallelize_module raises:
-        TypeError: the layer is sharded already.
-        ValueError: the layer does not fit the partition, output_layouts need equal ranges of features, or the mesh has
-            several dimensions or ranks that do not ascend.
+        TypeError: the layer is sharded already, or the module is none of these layers and contains some, or does not
+            support the partition or overlap.
+        ValueError: the layer does not fit the partition, or the partition the mesh; output_layouts need equal ranges of
+            features; tokens of a BsrGroupedLinear are split; or the mesh has several dimensions or ranks that do not
+            ascend.
         RuntimeError: ranks hold different patterns.
 
     The layer's first call raises RuntimeError if ranks pass different numbers of tokens; see docs/howto/distributed.md.
@@ -61,7 +63,7 @@ class BsrColwiseParallel(ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
-            check_no_partition(self, module)
+            check_dense(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
         unit = least_unit(module)
@@ -73,6 +75,7 @@ class BsrColwiseParallel(ColwiseParallel):
                 f"BsrColwiseParallel: output_layouts={wanted} with use_local_output={self.use_local_output} needs "
                 "ranks with equal, contiguous ranges of features; use Shard(-1) and a local output, or no partition"
             )
+        check_routing(self, module, "input_layouts", self.input_layouts[0])
         if self.overlap:
             check_overlap(self, module, self.input_layouts[0].is_shard(0) and wanted.is_shard(-1), "input_layouts")
         return parallelize(module, 0, device_mesh, partition.of_rows(module), self)
@@ -114,7 +117,7 @@ class BsrRowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if not isinstance(module, BsrModule):
-            check_no_partition(self, module)
+            check_dense(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
         outputs: Any = self.output_layouts[0]
@@ -122,6 +125,8 @@ class BsrRowwiseParallel(RowwiseParallel):
             raise ValueError(
                 f"BsrRowwiseParallel: output_layouts is {outputs}; use Replicate() or Shard(dim) of tokens"
             )
+        check_routing(self, module, "input_layouts", self.input_layouts[0])
+        check_routing(self, module, "output_layouts", outputs)
         side = module.blocksize[1]
         partition = (
             evenly(module.in_features // side, side, device_mesh.size()) if self.partition is None else self.partition
@@ -131,9 +136,32 @@ class BsrRowwiseParallel(RowwiseParallel):
         return parallelize(module, 1, device_mesh, partition, self)
 
 
-def check_no_partition(style: Any, module: nn.Module) -> None:
-    if style.partition is not None:
-        raise TypeError(f"{type(style).__name__}: partition is for block-sparse layers, got {type(module).__name__}")
+def check_dense(style: Any, module: nn.Module) -> None:
+    """Reject options of block-sparse layers for a module that goes to torch, and a module that contains such layers.
+
+    Raises:
+        TypeError: it is one of these.
+    """
+    name, got = type(style).__name__, type(module).__name__
+    for option in ("partition", "overlap"):
+        if getattr(style, option):
+            raise TypeError(f"{name}: {option} is for block-sparse layers, got {got}")
+    layers = [path for path, layer in module.named_modules() if isinstance(layer, BsrModule)]
+    if layers:
+        raise TypeError(f"{name} takes one layer, got {got}; give each of its layers a style: {', '.join(layers)}")
+
+
+def check_routing(style: Any, module: nn.Module, which: str, layout: Any) -> None:
+    """Reject tokens that are split over ranks, of a layer whose routing is of this rank's tokens.
+
+    Raises:
+        ValueError: they are split.
+    """
+    if isinstance(module, BsrGroupedLinear) and layout.is_shard() and layout.dim not in (-1, 1):
+        raise ValueError(
+            f"{type(style).__name__}: {which} is {layout}, but the routing of a BsrGroupedLinear is of the tokens that "
+            "it gets; use Replicate(), or BsrExpertParallel for tokens that are split over ranks"
+        )
 
 
 def check_mesh(style: Any, mesh: Any) -> None:

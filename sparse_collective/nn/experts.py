@@ -82,7 +82,13 @@ class BsrExperts(nn.Module):
         return self.down(self._hidden(x, expert_ids), expert_ids=expert_ids)
 
     def _hidden(self, x: Tensor, expert_ids: Tensor) -> Tensor:
-        g, u = self.gate_up(x, expert_ids=expert_ids).chunk(2, dim=-1)
+        both = self.gate_up(x, expert_ids=expert_ids)
+        if both.shape[-1] != self.gate_up.out_features:
+            raise ValueError(
+                "BsrExperts: gate_up is split over ranks, which then hold rows of the gate or of up; use "
+                "sparse_collective.distributed.BsrExpertParallel"
+            )
+        g, u = both.chunk(2, dim=-1)
         return (g if self.activation is None else ACTIVATIONS[self.activation](g)) * u
 
     def extra_repr(self) -> str:

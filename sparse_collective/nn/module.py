@@ -45,6 +45,11 @@ def block_grid(in_features: int, out_features: int, blocksize: Sequence[int]) ->
     return out_features // bm, in_features // bk
 
 
+def dims_without(mesh: Any, other: Any) -> list[int]:
+    """Dimensions of a DeviceMesh that another one, sliced from the same, does not have."""
+    return [i for i, name in enumerate(mesh.mesh_dim_names) if name not in other.mesh_dim_names]
+
+
 class BsrModule(Parametrizable):
     """A weight of stored blocks as a module: one parameter, two index buffers. For BsrLinear and BsrGroupedLinear.
 
@@ -316,9 +321,13 @@ class BsrModule(Parametrizable):
         if is_dtensor(value):  # as fully_shard sets it, also after each use
             mesh = value.device_mesh
             if unknown and before.ndim > mesh.ndim:  # fully_shard gathered what is tensor parallel
-                kept = mesh.mesh_dim_names
-                self.compare_patterns([i for i, dim in enumerate(before.mesh_dim_names) if dim not in kept])
+                self.compare_patterns(dims_without(before, mesh))
             self.__dict__["_shard_mesh"] = mesh
+            # What fully_shard has just split is compared now; fake indices, and those on the meta device, when values
+            # are first gathered.
+            split = mesh.ndim > (int(hasattr(self, "place")) if before is None else before.ndim)
+            if split and not self._compared and type(self.crow_indices) is Tensor and not self.crow_indices.is_meta:
+                self.compare_patterns(None if before is None else dims_without(mesh, before))
         elif unknown:
             self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import os
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attention import block_sparse_attention, patterns
+from attention import block_sparse_attention, patterns, score_mods
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
@@ -123,9 +124,23 @@ def score_functions(device):
         return score - slopes[h] * (q - kv)
 
     shards = [plan.shard(t, 2) for t in tensors]
-    for run in (context_parallel_attention, torch.compile(context_parallel_attention, backend="aot_eager")):
+    q, kv = torch.arange(LENGTH, device=device)[:, None], torch.arange(LENGTH, device=device)
+    bias = further_is_less(0.0, 0, torch.arange(4, device=device)[:, None, None], q, kv)[None]
+    out = context_parallel_attention(*shards, plan, score_mod=score_mods.Bias(bias))  # of the whole sequence
+    torch.testing.assert_close(out, found[0], rtol=1e-2, atol=1e-2)
+    local = torch.zeros(1, 4, LENGTH // 2, LENGTH // 2, device=device)  # of this rank's tokens
+
+    def indexed(score, b, h, q, kv):
+        return score + local[0, h, 0, kv]
+
+    compiled = torch.compile(context_parallel_attention, backend="aot_eager")
+    for run in (context_parallel_attention, compiled):
         with pytest.raises(RuntimeError, match="get no gradients here"):
             run(*shards, plan, score_mod=sloped)
+        with pytest.raises(ValueError, match="q and kv are positions in the whole sequence, so capture"):
+            run(*shards, plan, score_mod=score_mods.Bias(local))
+    with no_collectives(), pytest.raises(ValueError, match="with kv, which goes up to 899; q and kv are positions"):
+        context_parallel_attention(*shards, plan, score_mod=indexed)
 
 
 def checkpointing_and_compile(device):
@@ -202,6 +217,18 @@ def parallel_style(device):
         for a, b in zip((out, *torch.autograd.grad(out, leaves, plan.shard(dout, 2))), wanted, strict=True):
             assert torch.equal(a, b)
     shards = [plan.shard(t, 2) for t in tensors]
+    named = inner(shards[0], v=shards[2], k=shards[1], scale=0.1, deterministic=True)
+    assert torch.equal(named, wanted[0])
+    for arguments, names in (
+        ((), {"query": shards[0], "key": shards[1], "value": shards[2]}),
+        ((*shards, None), {"scale": 0.1}),
+        (shards[:2], {}),
+        (shards[:2], {"q": shards[0], "v": shards[2]}),
+        (shards, {"q": shards[0]}),
+    ):
+        got = f"got {len(arguments)} by position and the names {', '.join(names) or 'none'}; call it as"
+        with pytest.raises(TypeError, match=f"takes three tensors, q, k and v, by position or by these names.*{got}"):
+            inner(*arguments, **names)
     for name, value in (("is_causal", True), ("attn_mask", plan.mask), ("dropout_p", 0.1)):
         with pytest.raises(ValueError, match=f"{name} must be None, False or 0"):
             inner(*shards, **{name: value})
@@ -283,6 +310,42 @@ def different_calls_are_refused(device):
         context_parallel_attention(q, k, v, unchecked)
 
 
+def no_collectives():
+    """Makes collectives of context-parallel attention errors, also the comparison of a first call."""
+    fail = AssertionError("a collective")
+    return mock.patch.multiple(
+        dist, all_gather=mock.Mock(side_effect=fail), all_to_all_single=mock.Mock(side_effect=fail)
+    )
+
+
+def local_bias_of_one_process(device):
+    """Its first call is refused by all."""
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    *tensors, _ = qkv(device)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    side = LENGTH // 2 if last else LENGTH
+    bias = score_mods.Bias(torch.zeros(1, 4, side, side, device=device))
+    with pytest.raises(ValueError if last else RuntimeError, match="q and kv are positions in the whole sequence"):
+        context_parallel_attention(*(plan.shard(t, 2) for t in tensors), plan, score_mod=bias)
+
+
+def error_in_one_rank(device):
+    """The last rank raises before its first call with a plan; others wait for it in the comparison."""
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError("this rank had an error")
+    attend(plan, *qkv(device))
+
+
+def death_of_one_rank(device):
+    """The last rank ends before its second call; others wait for it in the transfer of keys and values."""
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    attend(plan, *qkv(device))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(3)
+    attend(plan, *qkv(device))
+
+
 def errors(device):
     mesh = mesh_of(device)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh of one dimension"):
@@ -295,11 +358,37 @@ def errors(device):
         plan_context_parallel(patterns.causal((256, 256), device=device), mesh, device=device)
     with pytest.raises(ValueError, match="the mask must be on a device of the mesh"):
         plan_context_parallel(patterns.causal((256, 256), device="meta"), mesh)
-    plan = plan_context_parallel(mesh=mesh, length=LENGTH, causal=True)
+    whole = {"mesh": mesh, "length": LENGTH}
+    for name, value in (("check", "no"), ("check", 1), ("causal", "no"), ("causal", 0)):
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+            plan_context_parallel(**whole, **{name: value})
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        plan_context_parallel(patterns.causal((256, 256), device=device), mesh, causal=0)
+    with pytest.raises(TypeError, match="make one with attention.create_block_mask"):
+        plan_context_parallel(torch.ones(256, 256, dtype=torch.bool, device=device), mesh)
+    for starts in ([0, 300, 200, LENGTH], [0, 100, LENGTH + 88], [5, LENGTH], [0, -3, LENGTH]):
+        cu = torch.tensor(starts, dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match=f"begin at 0, never decrease and end at or before length, {LENGTH}, got"):
+            plan_context_parallel(**whole, cu_seqlens=cu)
+    plan = plan_context_parallel(**whole, causal=True, check=False)
     *tensors, _ = qkv(device)
-    with pytest.raises(TypeError, match="reduce_dtype must be torch.float32 or q's dtype"):
-        context_parallel_attention(*(plan.shard(t, 2) for t in tensors), plan, reduce_dtype=torch.int32)
-    with pytest.raises(ValueError, match="the shard of this process; got"):
+    shards = [plan.shard(t, 2) for t in tensors]
+    for kind, text, options in (
+        (TypeError, "reduce_dtype must be torch.float32 or q's dtype", {"reduce_dtype": torch.int32}),
+        (TypeError, "keep_kv must be True or False, got 'no'", {"keep_kv": "no"}),
+        (TypeError, "return_lse must be True or False, got 1", {"return_lse": 1}),
+        (TypeError, "deterministic must be True, False or None, got 'no'", {"deterministic": "no"}),
+        (TypeError, "scale must be a Python number", {"scale": "1"}),
+        (ValueError, "scale is -1.0; it must be above 0", {"scale": -1.0}),
+        (ValueError, "softcap is 0; it must be above 0", {"softcap": 0}),
+        (ValueError, "score_mod excludes softcap", {"softcap": 2.0, "score_mod": further_is_less}),
+        (TypeError, "score_mod must be a function", {"score_mod": 3}),
+    ):
+        with no_collectives(), pytest.raises(kind, match=f"{text}"):
+            context_parallel_attention(*shards, plan, **options)
+    with no_collectives(), pytest.raises(ValueError, match="differ in heads"):
+        context_parallel_attention(*shards[:2], shards[2][:, :1], plan)
+    with no_collectives(), pytest.raises(ValueError, match="the shard of this process; got"):
         context_parallel_attention(*tensors, plan)
     with pytest.raises(TypeError, match="plan must be what"):
         context_parallel_attention(*tensors, mesh)
@@ -315,5 +404,6 @@ CHECKS = [
     different_masks_are_refused,
     error_of_one_process,
     different_calls_are_refused,
+    local_bias_of_one_process,
     errors,
 ]

@@ -109,6 +109,9 @@ def test_each_token_has_one_process(length, deal, size):
         dealing.padded(count, size, deal) * 128 - length
     )
     torch.testing.assert_close(plan.unshard(shards, 1), x)
+    for own, shard in zip(plans(patterns.causal((length, length)), size, deal), shards, strict=True):
+        assert torch.equal(own.shard(x[..., None], -2, value=-1), shard[..., None])
+    assert torch.equal(plan.unshard(shards, -1), x)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +199,24 @@ def test_errors():
         plans(patterns.causal((128, 128)), 2, "zigzag")
     with pytest.raises(TypeError, match="mask must be a BlockMask"):
         plans(torch.ones(2, 2, dtype=torch.bool), 2)
+    with pytest.raises(TypeError, match=r"make one with attention.create_block_mask .* or BlockMask.from_blocks"):
+        plans(torch.ones(2, 2, dtype=torch.bool), 2)
     plan = plans(patterns.causal((256, 256)), 2)[0]
-    with pytest.raises(ValueError, match="dimension 1 must have 256 tokens"):
-        plan.shard(torch.zeros(1, 100), 1)
+    for dim in (0, 1, 2, -2, -3):
+        with pytest.raises(
+            ValueError, match=rf"shard: x must have 256 tokens in dimension {dim}, got shape \(1, 100\)"
+        ):
+            plan.shard(torch.zeros(1, 100), dim)
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        plan.shard([1], 0)
+    part = torch.zeros(1, 128)
     with pytest.raises(ValueError, match="parts must be those of 2 processes"):
-        plan.unshard([torch.zeros(1, 128)], 1)
+        plan.unshard([part], 1)
+    for wrong in (torch.zeros(1, 256), torch.zeros(1, 100), torch.zeros(128, 1), torch.zeros(())):
+        with pytest.raises(ValueError, match=r"unshard: parts\[1\] must have 128 tokens in dimension 1, got shape"):
+            plan.unshard([part, wrong], 1)
+    with pytest.raises(TypeError, match=r"parts\[0\] must be a tensor, got list"):
+        plan.unshard([[0] * 128, part], 1)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -218,7 +234,23 @@ def test_against_one_process(ranks, check):
     ranks.run(f"{distributed_checks.__name__}:{check}")
 
 
-@pytest.mark.parametrize("check", ["llama", "packed", "windows", "checkpointing", "compiled", "refused"])
+@pytest.mark.parametrize("check", ["error_in_one_rank", "death_of_one_rank"])
+def test_a_rank_that_fails_ends_the_others(check):
+    """Within the process group's timeout, with the reason."""
+    ranks = Ranks(2, collective_seconds=4)
+    try:
+        other, failed = ranks.outcomes(f"{distributed_checks.__name__}:{check}", after_error=30)
+    finally:
+        ranks.kill()
+    assert "ArithmeticError: this rank had an error" in failed or failed == "the process ended with exit code 3"
+    reasons = "Timed out waiting 4000ms", "Connection closed by peer", "Connection reset by peer"
+    assert any(reason in other for reason in reasons), other
+
+
+CHECKS = ["llama", "packed", "windows", "score_functions", "checkpointing", "compiled", "refused"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_transformers(ranks, check):
     pytest.importorskip("transformers")
     ranks.run(f"tests.attention.transformers_checks:{check}")

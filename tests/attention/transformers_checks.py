@@ -10,6 +10,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
+from attention import score_mods
 from attention.distributed import plan_context_parallel
 from attention.integrations.transformers import context_parallel, register, set_block_mask
 from attention.integrations.transformers.attention_function import attend
@@ -124,6 +125,19 @@ def windows(device):
     assert sorted(calls, key=str) == [WINDOW, None]
 
 
+def score_functions(device):
+    """A score_mod that layers pass on gets positions in the whole sequence."""
+    plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
+    model, (ids, _) = model_of(device), batch(device)
+    options = {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(4, device)), "use_cache": False}
+    with torch.no_grad():
+        wanted = plan.shard(model(input_ids=ids, **options).logits, 1)
+        with context_parallel(plan):
+            found = model(input_ids=plan.shard(ids, 1), position_ids=plan.positions[None], **options).logits
+    tokens, bound = plan.positions < LENGTH, 0.1 if device.type == "cuda" else 1e-4
+    torch.testing.assert_close(found[:, tokens], wanted[:, tokens], rtol=bound, atol=bound)
+
+
 def checkpointing(device):
     """Layers are called again in backward, after the `with` block."""
     plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
@@ -190,10 +204,22 @@ def refused(device):
         times = sum("plan.positions[None]" in str(warning.message) for warning in caught)
         counted = torch.equal(plan.positions.cpu(), torch.arange(plan.local_length))
         assert times == (0 if counted or dist.get_world_size() == 1 else 1)
+    t5 = dict(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    nllb = dict(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4)
+    nllb |= dict(decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    both = {"input_ids": ids, "decoder_input_ids": ids}
+    for kind, config, terms, inputs, message in (
+        ("T5EncoderModel", "T5Config", t5, {"input_ids": ids}, "T5Attention: a position_bias, .* on one GPU, or pass"),
+        ("NllbMoeModel", "NllbMoeConfig", nllb, both, "the model has causal and bidirectional masks"),
+    ):
+        config = getattr(transformers, config)(**terms, attn_implementation="cute_kernels")
+        refusing = getattr(transformers, kind)(config).to(device, dtype_of(device)).eval()
+        with context_parallel(plan), pytest.raises(ValueError, match=message):
+            refusing(**inputs)
     with context_parallel(other), warnings.catch_warnings():
         warnings.filterwarnings("error", message="context_parallel: the model numbers")
         model(input_ids=other.shard(torch.cat([batch(device)[0]] * 2, 1), 1), position_ids=other.positions[None])
     model(**whole)
 
 
-CHECKS = [llama, packed, windows, checkpointing, compiled, refused]
+CHECKS = [llama, packed, windows, score_functions, checkpointing, compiled, refused]

@@ -15,6 +15,13 @@ SMALL = {"TOKENS": 64, "DIM": 128, "HIDDEN": 512, "WINDOWS": 2}
 DECODER = cases_distributed.Shape(64, 256, 2, 4, 32, 16, 0.25)
 
 
+def use_small(timed):
+    """Give the rows small sizes, and `timed` in place of the benchmark's."""
+    for cases in (cases_distributed, cases_distributed_experts):
+        for name, value in (SMALL | {"DECODER": DECODER, "timed": timed}).items():
+            setattr(cases, name, value)
+
+
 def rows_run(device):
     """Every call of every row runs once; times are not taken."""
 
@@ -23,12 +30,26 @@ def rows_run(device):
             call()
         return dict.fromkeys(calls, 1.0)
 
+    use_small(once)
     for cases in (cases_distributed, cases_distributed_experts):
-        for name, value in (SMALL | {"DECODER": DECODER, "timed": once}).items():
-            setattr(cases, name, value)
         for row in cases.rows():
             entry = {"name": row.name, "ranks": 2, **row.run(device)}
             assert "ms 1" in distributed.line(entry)
+
+
+def both_steps_compute_the_same(device):
+    """The losses of three steps, of one rank's model and of the sharded one, on the same tokens in all ranks."""
+    losses = {}
+
+    def three(calls, **_):
+        losses.update({name: torch.stack([call() for _ in range(3)]) for name, call in calls.items()})
+        return dict.fromkeys(calls, 1.0)
+
+    use_small(three)
+    cases_distributed.fsdp_step(device)
+    assert torch.equal(losses["alone"][0], losses["sharded"][0])  # bitwise, so in the same dtypes
+    torch.testing.assert_close(losses["alone"], losses["sharded"], rtol=1e-4, atol=1e-4)
+    assert losses["alone"][2] < losses["alone"][0]
 
 
 def test_hot_calls_are_repeated(monkeypatch):
@@ -52,6 +73,7 @@ def test_rows():
     ranks = Ranks(2)
     try:
         ranks.run(f"{__name__}:rows_run")
+        ranks.run(f"{__name__}:both_steps_compute_the_same")
     finally:
         ranks.close()
 

@@ -24,7 +24,16 @@ from sparse_collective.distributed import (
     full_state_dict,
     partition_hidden,
 )
-from sparse_collective.nn import BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, densify_, prune_, sparsity
+from sparse_collective.nn import (
+    BsrExperts,
+    BsrGroupedLinear,
+    BsrLinear,
+    BsrMixtureOfExperts,
+    SwiGLU,
+    densify_,
+    prune_,
+    sparsity,
+)
 
 
 def dtype_of(device):
@@ -69,7 +78,12 @@ def distributed_matrix(device):
 def distributed_matrix_of_other_patterns(device):
     torch.manual_seed(dist.get_rank())
     W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
-    raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh_of(device), [Shard(0)])
+    mesh = mesh_of(device)
+    raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh, [Shard(0)])
+    raises(ValueError, "Shard(0) for rows or Shard(1) for columns", distribute_bsr, W, mesh, [Shard(2)])
+    raises(ValueError, "balance is 'even'", distribute_bsr, W, mesh, [Replicate()], balance="even")
+    raises(TypeError, "got DeviceMesh and Shard", distribute_bsr, W, mesh, Shard(0))
+    raises(TypeError, "got NoneType and list", distribute_bsr, W, None, [Shard(0)])
 
 
 def difference_in_a_mesh(device):
@@ -377,11 +391,33 @@ def refused(device):
     partition = partition_hidden(swiglu.gate_up, swiglu.down, mesh.size())
     raises(ValueError, "the partition is of 256", parallelize_module, BsrLinear(128, 128, blocksize=(32, 32), **more),
            mesh, BsrRowwiseParallel(partition=partition))  # fmt: skip
+    for parts in (1, mesh.size() + 2):
+        other = partition_hidden(swiglu.gate_up, swiglu.down, parts)
+        for layer, style in ((swiglu.gate_up, BsrColwiseParallel), (swiglu.down, BsrRowwiseParallel)):
+            raises(ValueError, f"the partition has {parts} parts; use partition_hidden(..., {mesh.size()})",
+                   parallelize_module, layer, mesh, style(partition=other))  # fmt: skip
+    raises(ValueError, "parts is 0", partition_hidden, swiglu.gate_up, swiglu.down, 0)
+    raises(TypeError, "takes one layer, got SwiGLU; give each of its layers a style: gate_up, down",
+           parallelize_module, swiglu, mesh, column)  # fmt: skip
     uneven = partition_hidden(swiglu.gate_up, swiglu.down, 3)
     raises(ValueError, "equal, contiguous ranges", parallelize_module, swiglu.gate_up, mesh,
            BsrColwiseParallel(partition=uneven, output_layouts=Replicate()))  # fmt: skip
     raises(TypeError, "partition is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
            BsrColwiseParallel(partition=partition))  # fmt: skip
+    overlapped = (
+        BsrColwiseParallel(input_layouts=Shard(0), overlap=True),
+        BsrRowwiseParallel(output_layouts=Shard(0), overlap=True),
+    )
+    for style in overlapped:
+        raises(TypeError, "overlap is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh, style)
+    grouped = BsrGroupedLinear(3, 128, 128, False, (32, 32), **more)
+    split = Shard(0)
+    for style in (
+        BsrColwiseParallel(input_layouts=split),
+        BsrRowwiseParallel(input_layouts=split),
+        BsrRowwiseParallel(output_layouts=split),
+    ):
+        raises(ValueError, "the routing of a BsrGroupedLinear", parallelize_module, grouped, mesh, style)
     ranks = list(range(mesh.size()))
     reversed_mesh, layer = DeviceMesh(device.type, ranks[::-1]), BsrLinear(128, 128, False, (32, 32), **more)
     text = f"ranks of the mesh must ascend, got {ranks[::-1]}; pass a mesh of {ranks}"
@@ -394,6 +430,32 @@ def refused(device):
     model = nn.Sequential(BsrLinear(128, 128, blocksize=(32, 32), **more), layer)
     raises(TypeError, "parallelize_module has split 1 over ranks; call densify_ before", densify_, model)
     assert type(model[0]) is BsrLinear
+
+
+def other_features_in_the_next_layer(device):
+    """Two layers that split their hidden features differently raise, where one module calls both."""
+    mesh, more = mesh_of(device), {"density": 0.3, "device": device, "dtype": dtype_of(device)}
+    text = "pass one partition, from partition_hidden, to the styles of both layers"
+    for balances in (("blocks", "extent"), ("extent", "blocks")):
+        torch.manual_seed(6)
+        swiglu = SwiGLU(128, 512, False, (32, 32), **more)
+        mixture = BsrMixtureOfExperts(128, 512, 3, 2, False, (32, 32), group_rows=64, **more)
+        for model, names in ((swiglu, ("gate_up", "down")), (mixture, ("gate", "up", "down"))):
+            layers = [model.get_submodule(name) for name in names]
+            first, last = (partition_hidden(layers[:-1], layers[-1], mesh.size(), balance=b) for b in balances)
+            assert first.units != last.units
+            plan = {name: BsrColwiseParallel(partition=first) for name in names[:-1]}
+            parallelize_module(model, mesh, plan | {names[-1]: BsrRowwiseParallel(partition=last)})
+            raises(ValueError, text, model, normal(20, 128, device=device))
+    rows = BsrRowwiseParallel(input_layouts=Replicate())
+    down = parallelize_module(BsrLinear(128, 64, blocksize=(32, 32), **more), mesh, rows)
+    raises(ValueError, "x has 64 features, the layer 128", down, normal(20, 64, device=device))
+    experts = BsrExperts(
+        BsrGroupedLinear(3, 64, 256, False, (32, 32), **more), BsrGroupedLinear(3, 128, 64, False, (32, 32), **more)
+    )
+    parallelize_module(experts, mesh, {"gate_up": BsrColwiseParallel(), "down": BsrRowwiseParallel()})
+    x, choices = normal(20, 64, device=device), torch.zeros(20, 1, dtype=torch.int64, device=device)
+    raises(ValueError, "gate_up is split over ranks", experts, x, choices, torch.ones_like(choices).float())
 
 
 def uneven_tokens(device):
@@ -488,8 +550,8 @@ def with_fully_shard(device):
         near(state[name].double(), t.cpu().double(), slack)
     if world > 2:
         torch.manual_seed(rank)
-        other = fully_shard(parallelized(pair(device), mesh["tp"]), mesh=mesh["dp"])
-        raises(RuntimeError, "the pattern differs between ranks", other, normal(20, 128, device=device))
+        other = parallelized(pair(device), mesh["tp"])
+        raises(RuntimeError, "the pattern differs between ranks", fully_shard, other, mesh=mesh["dp"])
 
 
 def error_in_one_rank(device):
@@ -523,6 +585,7 @@ CHECKS = [
     mixture,
     compiled,
     refused,
+    other_features_in_the_next_layer,
     uneven_tokens,
     optimized,
     states,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective.distributed import BsrExpertParallel, full_state_dict
@@ -264,6 +264,32 @@ def experts_with_fully_shard(device):
         near(getattr(model[0], name).values.grad.full_tensor() * (world // 2), theirs, 4)
 
 
+def experts_beside_fully_shard(device):
+    """Experts and FSDP2 of all other parameters over one mesh, as docs/howto/distributed.md says."""
+    mesh, world = mesh_of(device), dist.get_world_size()
+    last = BsrLinear(DIM, DIM, False, (32, 32), density=0.5, device=device, dtype=dtype_of(device))
+    alone = nn.Sequential(mixture(device), last)
+    model = parallelize_module(copy.deepcopy(alone), mesh, {"0": BsrExpertParallel()})
+    fully_shard(model, mesh=mesh, ignored_params={p for p in model.parameters() if isinstance(p, DTensor)})
+    x = normal(world * 12, DIM, device=device)
+    y, found = alone(x), model(x.chunk(world)[dist.get_rank()])
+    near(found, y.chunk(world)[dist.get_rank()])
+    for out in (y, found):
+        out.float().square().sum().backward()
+    for name, p in model.named_parameters():  # those of experts are sums over ranks, FSDP2 averages
+        mine, theirs = p.grad.full_tensor(), alone.get_parameter(name).grad
+        near(mine if ".values" in name and name.startswith("0.") or ".bias" in name else mine * world, theirs, 4)
+
+
+def error_in_one_rank(device):
+    """The last rank raises between two layers, whose transfers the others enter."""
+    model = parallelized(mixture(device), mesh_of(device))
+    x = model(normal(8, DIM, device=device))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError("this rank had an error")
+    model(x)
+
+
 def refused_experts(device):
     mesh, style = mesh_of(device), BsrExpertParallel()
     more = {"density": 0.5, "device": device, "dtype": dtype_of(device)}
@@ -312,5 +338,6 @@ CHECKS = [
     compiled_experts,
     trained_experts,
     experts_with_fully_shard,
+    experts_beside_fully_shard,
     refused_experts,
 ]

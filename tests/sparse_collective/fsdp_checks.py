@@ -3,6 +3,7 @@
 import copy
 import inspect
 import tempfile
+import types
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from sparse_collective.nn import (
 )
 
 from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises, whole
+from .expert_checks import exact_route
 
 
 class Grouped(nn.Module):
@@ -52,6 +54,7 @@ def models(device):
     )
     gated = nn.Sequential(GatedBsrLinear(128, 256, False, (32, 32), density=0.3, **more))
     moe = BsrMixtureOfExperts(128, 128, 3, 2, False, (32, 32), density=0.4, group_rows=64, **more)
+    moe.route = types.MethodType(exact_route, moe)
     swiglu = SwiGLU(128, 256, True, (64, 32), density=0.3, **more)
     return {
         "each layer": (two, list(two)),
@@ -112,9 +115,6 @@ def fully_sharded_training(device):
         assert all(p.placements[0].is_shard(0) for p in values)
         buffers = [b for n, b in model.named_buffers() if "indices" in n]
         assert buffers and all(type(b) is torch.Tensor for b in buffers)
-        if name == "mixture":  # the sum over tokens of each rank is not that of whole runs
-            model(normal(16, 128, device=device)).sum().backward()
-            continue
         train(model, alone, optimizers)
         agree(model, alone)
 
@@ -198,10 +198,16 @@ def choices_that_differ(device):
     raises(RuntimeError, "gathered at present", prune_, model[1], 0.2)
     model[1].reshard()
     torch._dynamo.reset()
+    more, x = {"device": device, "dtype": dtype_of(device)}, normal(4, 128, device=device)
     for change in (lambda layer: layer, lambda layer: torch.compile(layer, backend="aot_eager")):
         torch.manual_seed(rank)
-        other = fully_shard(BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device)))
-        raises(RuntimeError, "the pattern differs between ranks", change(other), normal(4, 128, device=device))
+        other = BsrLinear(128, 96, True, (32, 32), density=0.42, **more)
+        raises(RuntimeError, "the pattern differs between ranks", fully_shard, other)
+        layer = sharded(alone[0], [])
+        near(change(layer)(x), alone[0](x))
+        indices = {name: t for name, t in other.state_dict().items() if "indices" in name}
+        layer.load_state_dict(layer.state_dict() | indices)
+        raises(RuntimeError, "the pattern differs between ranks", change(layer), x)
 
 
 def data_parallel(device):
@@ -224,7 +230,14 @@ def data_parallel(device):
         train(wrapped, alone, optimizers)
         for m, optimizer in zip((model, alone), optimizers, strict=True):
             change_pattern_(m[0], 0.5, grow=torch.arange(12.0).view(3, 4).to(device), optimizer=optimizer,
-                            drop=torch.arange(m[0].nnz))  # fmt: skip
+                            drop=torch.arange(m[0].nnz), group=dist.group.WORLD)  # fmt: skip
+        before, group = [t.clone() for t in model.state_dict().values()], dist.group.WORLD
+        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        raises(RuntimeError, "grow= or drop= differs between ranks", change_pattern_, model[0], 0.4, grow="random",
+               generator=generator, group=group)  # fmt: skip
+        scores = (1.0 if dist.get_rank() % 2 else -1.0) * torch.arange(model[0].nnz)
+        raises(RuntimeError, "scores= differs between ranks", prune_, model[0], 0.2, scores=scores, group=group)
+        assert all(map(torch.equal, before, model.state_dict().values()))
         patterns = [layer.weight.pattern for layer in model]
         train(wrapped, alone, optimizers, seed=2)
         agree(model, alone)

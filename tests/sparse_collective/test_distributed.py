@@ -37,12 +37,20 @@ def test_checkpoints_from_1_to_2_to_4_and_back(tmp_path, module):
         ranks.close()
 
 
-@pytest.mark.parametrize("check", ["error_in_one_rank", "death_of_one_rank"])
-def test_a_rank_that_fails_ends_the_others(check):
+@pytest.mark.parametrize(
+    ("module", "check"),
+    [
+        (distributed_checks, "error_in_one_rank"),
+        (distributed_checks, "death_of_one_rank"),
+        (expert_checks, "error_in_one_rank"),
+    ],
+    ids=["tensor parallel, error", "tensor parallel, death", "experts, error"],
+)
+def test_a_rank_that_fails_ends_the_others(module, check):
     """Within the process group's timeout, with the reason."""
     ranks = Ranks(2, collective_seconds=4)
     try:
-        other, failed = ranks.outcomes(f"{distributed_checks.__name__}:{check}", after_error=30)
+        other, failed = ranks.outcomes(f"{module.__name__}:{check}", after_error=30)
     finally:
         ranks.kill()
     assert "ArithmeticError: this rank had an error" in failed or failed == "the process ended with exit code 3"

@@ -79,8 +79,10 @@ def attend(
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), cumulative lengths of sequences packed along the flattened
             batch, as for flash attention; the mask then only determines causality and the window.
         s_aux: (H,), attention sinks, as in gpt-oss.
-        position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as in T5; differentiable.
-        score_mod: FlexAttention's function of (score, b, h, q, kv); excludes position_bias.
+        position_bias: (B or 1, H or 1, Sq, Sk), added to the scores, as in T5; differentiable; not with
+            context_parallel.
+        score_mod: FlexAttention's function of (score, b, h, q, kv); excludes position_bias. With context_parallel q and
+            kv are positions in the whole sequence.
         deterministic: True for a gradient of query that is bitwise identical on every run; None: torch's setting.
         block_indices: (B, lists per token, Sq, top), the KV blocks that each query token attends to, padded with -1, of
             module.indexer.block_size keys, as in MiniMax-M3; excludes cu_seq_lens, packed sequences and biases.
@@ -102,6 +104,12 @@ def attend(
     _refuse(module, dropout, kwargs)
     if isinstance(attention_mask, PlannedMask):
         attention_mask.check_positions(kwargs.get("position_ids"))
+        if position_bias is not None:
+            raise ValueError(
+                f"{type(module).__name__}: a position_bias, as in T5, is not supported with context_parallel, since "
+                "the layer computes it as if this rank's tokens were the whole sequence; run the model on one GPU, or "
+                "pass a score_mod of positions in the whole sequence, such as attention.score_mods.Alibi"
+            )
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:  # Inkling's keys, after a convolution
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]

@@ -84,6 +84,7 @@ class Plans:
         self.options = options
         self.create: Callable | None = None
         self.by_window: dict[int | None, ContextParallelPlan] = {}
+        self.causal: dict[int | None, bool] = {}  # of the layers with each plan
         if isinstance(plans, ContextParallelPlan):
             self.add(None, plans)
         elif isinstance(plans, Mapping) and plans:
@@ -136,6 +137,11 @@ class Plans:
             )
         window = kind.left if kind.left is None or kind.right != 0 else kind.left + 1
         plan = self.of(window)
+        if self.causal.setdefault(window, kind.right == 0) != (kind.right == 0):
+            raise ValueError(
+                f"{OP}: the model has causal and bidirectional masks (an encoder, a decoder, cross-attention), and a "
+                "plan is one mask; run it on one GPU, or each of several models in its own `with context_parallel`"
+            )
         if not isinstance(q_offset, int) or q_offset or lengths != (plan.local_length, plan.local_length):
             raise ValueError(
                 f"{OP}: the model must get the {plan.local_length} tokens of this process, plan.shard(input_ids, 1), "
@@ -168,8 +174,8 @@ def context_parallel(
 
     Raises:
         TypeError, ValueError: plans is none of these, or they deal tokens differently. In a call of the model: it has a
-            window without a plan or another kind of mask, an attention_mask or a cache with tokens was passed, or the
-            number of tokens is not that of a shard.
+            window without a plan, another kind of mask, causal and bidirectional ones, or position biases (T5); an
+            attention_mask or a cache with tokens was passed; or the number of tokens is not that of a shard.
     """
     _ACTIVE.append(Plans(plans, {"keep_kv": keep_kv, "reduce_dtype": reduce_dtype}))
     try:

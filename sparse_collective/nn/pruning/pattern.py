@@ -23,7 +23,7 @@ from ..linear import BsrLinear
 from ..module import put_data
 from ..parametrized import check_not_computed
 from ..shards import check_same, moved_shards, pattern_hash, replace_shards, shard_dim
-from .scores import Blocks, Scores, magnitude_of
+from .scores import Blocks, Group, Scores, magnitude_of
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
 
@@ -78,6 +78,7 @@ def prune_(
     per_row: int | None = None,
     scores: str | Tensor | Scores = "magnitude",
     optimizer: torch.optim.Optimizer | None = None,
+    group: Group = None,
 ) -> BsrLinear:
     """Keep the stored blocks of highest score, and drop the others; return the layer.
 
@@ -88,6 +89,8 @@ def prune_(
         scores: "magnitude", "gradient" (see scores.SCORES), a function of Blocks such as InputNorms, or a tensor
             (nnz,). NaN ranks first; among equal scores the earlier block does.
         optimizer: its state is moved with the blocks, see carry_optimizer_state.
+        group: a torch.distributed process group whose ranks all hold this layer, as under DistributedDataParallel:
+            compares what they select. Ranks of fully_shard are always compared.
 
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
@@ -118,7 +121,7 @@ def prune_(
         if not 0 <= nnz <= layer.nnz:
             raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
         new = keys[top_keys(found, nnz)]
-    _compare("prune_", layer, "scores=", new)
+    _compare("prune_", layer, group, "scores=", new)
     if len(new) == layer.nnz:
         return layer
     if len(new) == 0 and layer._shard_mesh is not None:
@@ -142,6 +145,7 @@ def change_pattern_(
     even_rows: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     generator: torch.Generator | None = None,
+    group: Group = None,
 ) -> BsrLinear:
     """Drop the stored blocks of lowest score, and store as many others, initialized to zero; return the layer.
 
@@ -156,6 +160,7 @@ def change_pattern_(
         even_rows: True drops and grows the same number in each block row. The block rows must have equally many blocks.
         optimizer: its state is moved with the blocks, see carry_optimizer_state.
         generator: for grow="random", on the layer's device. All processes must use the same seed.
+        group: compares the choices of its ranks, see prune_.
 
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
@@ -185,7 +190,7 @@ def change_pattern_(
         if isinstance(drop, str) and drop == "magnitude" and layer._shard_mesh is None
         else Blocks.of(layer).score(drop)
     )
-    _compare("change_pattern_", layer, "grow= or drop=", found, candidates)
+    _compare("change_pattern_", layer, group, "grow= or drop=", found, candidates)
     gradient = values.grad
     moving: list[Tensor] = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()
@@ -236,11 +241,16 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
     shard_dim(layer.values)
 
 
-def _compare(op: str, layer: BsrLinear, what: str, *choices: Tensor) -> None:
-    """Refuse choices that differ between the ranks that hold shards of a layer, before anything is written."""
-    if layer._shard_mesh is not None:
+def _compare(op: str, layer: BsrLinear, group: Group, what: str, *choices: Tensor) -> None:
+    """Refuse choices that differ between ranks that hold a layer or shards of it, before anything is written."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [] if layer._shard_mesh is None else [layer._shard_mesh]
+    if group is not None:
+        meshes.append(DeviceMesh.from_group(group, choices[0].device.type))
+    for mesh in meshes:
         check_same(
-            op, what, pattern_hash(*choices), layer._shard_mesh,
+            op, what, pattern_hash(*choices), mesh,
             "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
         )  # fmt: skip
 
