@@ -1,14 +1,17 @@
 """Run the checks of several ranks on GPUs and record what happened: `python -m tests.distributed_record`.
 
-Runs the checks of tests/ranks.py with NCCL on 2, 4, ... GPUs of this host, which pytest runs with gloo on the CPU.
+Runs the checks of tests/ranks.py, and the documents' examples for several GPUs, with NCCL on 2, 4, ... GPUs of this
+host; pytest runs them with gloo on the CPU.
 Writes FOLDER/<card>/tests-distributed.json: the machine, versions, commit, and the outcome of each check. The exit
 status is 0 only if all passed. With --gloo the checks run on the CPU, and no file is written.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 
 from bench.record import RESULTS, save
 
+from . import test_documents as documents
 from .ranks import Ranks
 
 # Modules with a list CHECKS of functions check(device). A part that adds checks adds its module here.
@@ -38,28 +42,41 @@ def checks(only: str) -> list[str]:
     return [name for name in names if only in name]
 
 
-def run(world: int, backend: str, names: list[str], seconds: float, found: dict[str, dict], keep: Callable) -> None:
-    """Add the outcome of each check with `world` ranks to `found`; keep() is called after each."""
-    ranks = Ranks(world, backend)
-    try:
+def examples(only: str) -> dict[str, str]:
+    """Title -> code of the documents' examples for several GPUs whose title contains `only`."""
+    found = {f"{page.name}, block {i}": documents.BLOCK.findall(page.read_text())[i] for page, i in documents.BLOCKS}
+    return {title: code for title, code in found.items() if "init_process_group" in code and only in title}
+
+
+def run(
+    world: int, backend: str, names: list[str], codes: dict[str, str], seconds: float, found: dict[str, dict],
+    keep: Callable,
+) -> None:  # fmt: skip
+    """Add the outcome of each check and example with `world` ranks to `found`; keep() is called after each."""
+
+    def outcome(name: str, ranks: Ranks, *arguments: str) -> None:
+        begin = time.perf_counter()
+        errors = {rank: text for rank, text in enumerate(ranks.outcomes(*arguments, seconds=seconds)) if text}
+        found[name] = {"ok": not errors, "seconds": round(time.perf_counter() - begin, 2)}
+        if errors:
+            found[name]["errors"] = {rank: error.splitlines()[-30:] for rank, error in errors.items()}
+        print(f"{world} ranks, {name.removeprefix('tests.')}: {'ok' if not errors else 'FAILED'}", flush=True)
+        for rank, error in errors.items():
+            print(f"rank {rank}: {error}", flush=True)
+        keep()
+
+    with contextlib.closing(Ranks(world, backend)) as ranks:
         for name in names:
-            begin = time.perf_counter()
-            errors = {rank: error for rank, error in enumerate(ranks.outcomes(name, seconds=seconds)) if error}
-            found[name] = {"ok": not errors, "seconds": round(time.perf_counter() - begin, 2)}
-            if errors:
-                found[name]["errors"] = {rank: error.splitlines()[-30:] for rank, error in errors.items()}
-            print(f"{world} ranks, {name.rpartition('.')[2]}: {'ok' if not errors else 'FAILED'}", flush=True)
-            for rank, error in errors.items():
-                print(f"rank {rank}: {error}", flush=True)
-            keep()
-    finally:
-        ranks.close()
+            outcome(name, ranks, name)
+    for title, code in codes.items():
+        with contextlib.closing(Ranks(world, backend, group=False)) as ranks, tempfile.TemporaryDirectory() as folder:
+            outcome(title, ranks, f"{documents.__name__}:{documents.run_in_a_rank.__name__}", code, title, folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.distributed_record", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2, 4, 8)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name contains this; writes no file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose name contains this; writes no file")
     parser.add_argument("--seconds", type=float, default=240, help="that a check may take; the first one compiles")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
     parser.add_argument("--gloo", action="store_true", help="processes on the CPU; writes no file")
@@ -70,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
         wanted = max(worlds or [2])
         print(f"distributed_record: needs {wanted} CUDA GPUs, found {count}; --gloo runs on the CPU", file=sys.stderr)
         return 2
-    names = checks(options.only)
-    if not names:
-        parser.error(f"argument --only: no check has {options.only!r} in its name")
+    names, codes = checks(options.only), examples(options.only)
+    if not names and not codes:
+        parser.error(f"argument --only: no check or example has {options.only!r} in its name")
     found: dict[int, dict[str, dict]] = {world: {} for world in worlds}
     about: dict = {}
     if not options.gloo and not options.only:
@@ -89,12 +106,13 @@ def main(arguments: list[str] | None = None) -> int:
         """Write the file, after each check, so that a run that is cut off loses only one."""
         if not about:
             return None
-        passed, missing = counts()[0], len(worlds) * len(names) - sum(counts())
-        data = {"machine": about, "ok": passed == len(worlds) * len(names), "not_run": missing, "ranks": found}
+        passed, all_of_them = counts()[0], len(worlds) * (len(names) + len(codes))
+        missing = all_of_them - sum(counts())
+        data = {"machine": about, "ok": passed == all_of_them, "not_run": missing, "ranks": found}
         return save(options.out, about["card"], "tests-distributed", data)
 
     for world in worlds:
-        run(world, "gloo" if options.gloo else "nccl", names, options.seconds, found[world], keep)
+        run(world, "gloo" if options.gloo else "nccl", names, codes, options.seconds, found[world], keep)
     if path := keep():
         print("written:", path)
     passed, failed = counts()
