@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import record
+from .timing import shuffled
 
 MODULES = ["bench.cases_distributed", "bench.cases_distributed_attention", "bench.cases_distributed_experts"]
 SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host queues a call, as a deep model does
@@ -72,8 +73,8 @@ def medians(calls: dict[str, Callable], repeats: dict[str, int], rounds: int, sl
     """Median milliseconds of each warm call, after so many repeats of it; the same on all ranks."""
     meet = torch.zeros(1, device="cuda")
     pairs: dict[str, list] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for turn in itertools.islice(shuffled(calls), rounds):
+        for name, call in turn:
             torch.cuda._sleep(sleep)
             for _ in range(repeats[name]):
                 call()

@@ -120,8 +120,8 @@ def ranges_of(name: str, length: int, measured: int = sum(PACKED)) -> Ranges:
 
 
 def shares_of(ranges: Ranges, size: int) -> Shares:
-    """What each of `size` ranks computes and receives by the deal that plan_context_parallel takes."""
-    work, tried = ranges.work(), []
+    """Shares of each of `size` ranks by the deal that plan_context_parallel takes."""
+    work, candidates = ranges.work(), []
     for deal in dealing.DEALS:
         tiles = dealing.dealt(work, size, deal)
         blocks = pad(work, (0, tiles.numel() - len(work)))[tiles].sum(1) * ranges.share
@@ -131,8 +131,8 @@ def shares_of(ranges: Ranges, size: int) -> Shares:
             before = tiles.new_zeros(tiles.numel() + 1).index_fill_(0, own.flatten() + 1, 1).cumsum(0)
             of_host.append((before[last] - before[first]).sum(1))
         near = torch.cat(of_host)
-        tried.append(Shares(deal, blocks, near - (tiles < len(work)).sum(1), (end - begin).sum(1) - near))
-    return tried[dealing.best([shares.cost() for shares in tried])]
+        candidates.append(Shares(deal, blocks, near - (tiles < len(work)).sum(1), (end - begin).sum(1) - near))
+    return candidates[dealing.best([shares.cost() for shares in candidates])]
 
 
 def predicted(measured: Measured, length: int, size: int) -> dict:

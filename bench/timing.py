@@ -4,7 +4,7 @@ A card under load settles at a clock that its power limit allows, and drifts the
 timed on a cool card and its peer timed on a warm one are not a ratio. So all candidates of a case take turns, first
 without being timed until the card has settled, then with a pair of events around each call. Every round has another
 order, since the clock of a long call depends on the power that the call before it took: after one of mma.sync, a
-backward pass of 74 ms takes 68 on an H200.
+backward pass of 74 ms takes 68 on an H200. Bursts of short calls, which measure the host, keep their order.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -57,6 +58,14 @@ class Call(NamedTuple):
     score_mod: Callable | None
     keep_kv: bool
     reduce_dtype: torch.dtype
+
+    def options(self) -> tuple:
+        """All but q, k and v; of score_mod whether there is one."""
+        return *self[3:7], self.score_mod is None, *self[8:]
+
+
+# plan -> shapes, dtypes and options of its latest call, which was checked; the next layer's are the same
+CHECKED: WeakKeyDictionary[ContextParallelPlan, tuple] = WeakKeyDictionary()
 
 
 class Options(TypedDict, total=False):
@@ -169,6 +178,7 @@ def context_parallel_attention(
     Raises:
         TypeError, ValueError: see block_sparse_attention; or L is not that of the plan, or score_mod indexes a tensor
             by q or kv that is shorter than the whole sequence. torch.compile finds that for score_mods.Bias only.
+        IndexError: a tensor that score_mod indexes by b or h is too short.
         RuntimeError: a tensor that score_mod captures requires a gradient; or, in the call that is compared, the
             processes' arguments differ, or another process raised one of these errors.
 
@@ -198,23 +208,35 @@ def _prepared(call: Call, plan: ContextParallelPlan) -> Call:
                 f"{OP}: {name} must be (B, H, {plan.local_length}, D), the shard of this process; got {got}; "
                 "plan.shard(x, dim=2) makes it"
             )
+    q, k, v = autocast(call.q, call.k, call.v)
+    call, score_mod = call._replace(q=q, k=k, v=v), call.score_mod
+    if is_compiling():
+        _check_options(call)  # the op checks tensors
+    else:
+        seen = *((t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v)), *call.options()
+        if CHECKED.get(plan) != seen:
+            _check_options(call)
+            k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))  # as it will be moved
+            checks.check_qkv(OP, q, k, v)
+            CHECKED[plan] = seen
+    if score_mod is not None:
+        _check_score(score_mod, q, plan.length)
+        score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
+    return call._replace(score_mod=score_mod)
+
+
+def _check_options(call: Call) -> None:
     for name, flag in (("return_lse", call.return_lse), ("keep_kv", call.keep_kv)):
         if not isinstance(flag, bool):
             raise TypeError(f"{OP}: {name} must be True or False, got {flag!r}")
     checks.check_deterministic(OP, call.deterministic)
     checks.check_scale(OP, call.scale, call.softcap)
-    q, k, v = autocast(call.q, call.k, call.v)
-    if not is_compiling():  # in a trace the op checks
-        checks.check_qkv(OP, q, k, v)
-    if call.reduce_dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"{OP}: reduce_dtype must be torch.float32 or q's dtype, {q.dtype}, got {call.reduce_dtype!r}")
-    score_mod = call.score_mod
-    if score_mod is not None:
-        if call.softcap is not None:
-            raise ValueError(f"{OP}: score_mod excludes softcap; write c * torch.tanh(score / c) in the score_mod")
-        _check_score(score_mod, q, plan.length)
-        score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
-    return call._replace(q=q, k=k, v=v, score_mod=score_mod)
+    if call.reduce_dtype not in (torch.float32, call.q.dtype):
+        raise TypeError(
+            f"{OP}: reduce_dtype must be torch.float32 or q's dtype, {call.q.dtype}, got {call.reduce_dtype!r}"
+        )
+    if call.score_mod is not None and call.softcap is not None:
+        raise ValueError(f"{OP}: score_mod excludes softcap; write c * torch.tanh(score / c) in the score_mod")
 
 
 def _check_score(score_mod: Callable, q: Tensor, length: int) -> None:
@@ -227,11 +249,13 @@ def _check_score(score_mod: Callable, q: Tensor, length: int) -> None:
         if isinstance(score_mod, Bias) and any(n != 1 and n < length for n in score_mod.bias.shape[2:]):
             short = f"score_mod adds a bias of shape {tuple(score_mod.bias.shape)} to scores of {length} tokens"
     else:
-        found = bound(score_mod, q.device)
-        wants_gradients = found.wants_gradients
+        traced = bound(score_mod, q.device)
+        wants_gradients = traced.wants_gradients
         try:
-            found.check(q.shape[0], q.shape[1], (length, length))
+            traced.check(q.shape[0], q.shape[1], (length, length))
         except IndexError as error:
+            if not any(f"with {index}," in str(error) for index in ("q", "kv")):
+                raise
             short = str(error)
     if wants_gradients:
         raise RuntimeError(f"{OP}: tensors that score_mod captures get no gradients here; detach() them")

@@ -182,7 +182,7 @@ def plan_context_parallel(
             The first call of context_parallel_attention with this plan compares its arguments. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
-    Synchronizes, to read which tiles move, cu_seqlens, with deal="auto" which deal is best, and with `check` the
+    Synchronizes, to read cu_seqlens and which tiles move, with deal="auto" which deal is best, and with `check` the
     hashes.
 
     Raises:

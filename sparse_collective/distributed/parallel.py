@@ -43,6 +43,7 @@ from .place import (
     padded,
     replicate,
     row_input,
+    split_of,
 )
 from .sequence import FeedForward, GatherLinear, LinearScatter, feed_forward, gathered_result
 from .state import PlacedState
@@ -56,7 +57,6 @@ class TensorParallel(PlacedState):
     place: Placed
     bias: nn.Parameter | None
     tokens_compared: tuple | None = None  # the tokens' shape in the last call that compared it over the ranks
-    checked_next: Placed | None = None  # of the layer after this one, when check_next compared them
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -143,22 +143,20 @@ class TensorParallel(PlacedState):
             ValueError: both layers split them, and ranks hold others in each.
         """
         place, after = self.place, getattr(layer, "place", None)
-        if after is None or after is self.checked_next:
+        if after is None or place.split == after.split:
             return
         if features(place.outputs[0], -1) and features(after.inputs[0], -1):
-            if place.ranges(hidden_rows(self)) != after.ranges():
-                raise ValueError(
-                    f"ranks hold other features of {type(self).__name__}'s output than of {type(layer).__name__}'s "
-                    "input; pass one partition, from partition_hidden, to the styles of both layers"
-                )
-        self.checked_next = after
+            raise ValueError(
+                f"ranks hold other features of {type(self).__name__}'s output than of {type(layer).__name__}'s input; "
+                "pass one partition, from partition_hidden, to the styles of both layers"
+            )
 
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
         if place.dim and not features(place.inputs[0], x.dim() - 1) and x.shape[-1] != self.in_features:
             raise ValueError(
-                f"x has {x.shape[-1]} features, the layer {self.in_features}; with input_layouts={place.inputs[0]} "
-                "pass all of them"
+                f"{type(self).__name__}: x has {x.shape[-1]} features, the layer {self.in_features}; with "
+                f"input_layouts={place.inputs[0]} each rank passes all features"
             )
         if self.tokens_compared is None or place.overlap:
             self.compare_tokens(x)
@@ -249,11 +247,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
         """down(self(x)) with one schedule for the communication of both layers; None if it does not support the call.
 
         Both layers must have overlap=True, the same mesh and features, no hooks, and their class's forward.
-
-        Raises:
-            ValueError: see check_next.
         """
-        self.check_next(down)
         if type(down) is not ParallelBsrLinear or not down.place.overlap or down.place.mesh != self.place.mesh:
             return None
         if down.values.dtype is not self.values.dtype:
@@ -318,6 +312,7 @@ def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: An
     place = Placed(
         dim, mesh, side, tuple(map(tuple, blocks)), partition.contiguous and partition.even, inputs,
         tuple(style.output_layouts), style.use_local_output, style.overlap,
+        split_of(blocks, side, 1 if dim else hidden_rows(layer)),
         tuple(index_of(own, layer.col_indices.device) for own in blocks),
     )  # fmt: skip
     indices = indices_of(layer.pattern, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "padded",
     "replicate",
     "row_input",
+    "split_of",
 ]
 
 
@@ -59,6 +61,7 @@ class Placed:
     inputs, outputs: placements of x and of the result.
     use_local_output: True if forward returns a torch.Tensor instead of a DTensor.
     overlap: True if communication runs during the GEMM.
+    split: split_of the features; it is equal in layers whose ranks have the same features.
     indices: for each rank, index_of its blocks.
     """
 
@@ -71,6 +74,7 @@ class Placed:
     outputs: tuple[Any, ...]
     use_local_output: bool
     overlap: bool
+    split: int
     indices: tuple[Tensor | None, ...] = field(compare=False, repr=False)
 
     @property
@@ -78,11 +82,17 @@ class Placed:
         """The blocks of this rank."""
         return self.blocks[self.mesh.get_local_rank()]
 
-    def ranges(self, rows: int = 1) -> list[list[int]]:
-        """For each rank, where its ranges of features begin and end; a feature has so many rows of the weight."""
-        ends = [Counter(i for block in own for i in (block, block + 1)) for own in self.blocks]
-        # A number that comes twice is inside a range.
-        return [[i * self.side // rows for i, times in own.items() if times == 1] for own in ends]
+
+def split_of(blocks: Sequence[Sequence[int]], side: int, rows: int) -> int:
+    """A hash of the ranges of features that each rank has; it does not depend on how they are divided into blocks.
+
+    blocks: for each rank, its block rows or columns.
+    side: rows or columns of a block.
+    rows: rows or columns per feature.
+    """
+    ends = [Counter(i for block in own for i in (block, block + 1)) for own in blocks]
+    # A number that comes twice is inside a range.
+    return hash(tuple(tuple(i * side // rows for i, times in own.items() if times == 1) for own in ends))
 
 
 class SumGradient(torch.autograd.Function):

@@ -24,7 +24,7 @@ class BsrColwiseParallel(ColwiseParallel):
 
     Args:
         input_layouts: placement of x: Replicate() (the default), or Shard(dim) of its tokens, which are all-gathered
-            (sequence parallel), but those of a BsrGroupedLinear are not, since its routing is of the tokens it gets.
+            (sequence parallel); not for BsrGroupedLinear, whose routing is of the tokens that it gets.
         output_layouts: placement of the result: Shard(-1) (the default), the rank's features; or Replicate().
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the hidden features of each rank, from partition_hidden; by default ranks get ranges of equally many
@@ -90,9 +90,9 @@ class BsrRowwiseParallel(RowwiseParallel):
     Args:
         input_layouts: placement of x: Shard(-1) (the default), the rank's features, as a layer with the same partition
             returns them; Replicate(); or Shard(dim) of its tokens: then only the columns of x that a rank's blocks
-            read are sent to it.
+            read are sent to it; not for BsrGroupedLinear.
         output_layouts: placement of the result: Replicate() (the default, an all-reduce), or Shard(dim) of its tokens
-            (a reduce-scatter).
+            (a reduce-scatter; not for BsrGroupedLinear).
         use_local_output: True returns a torch.Tensor instead of a DTensor.
         partition: the features of each rank, from partition_hidden; by default ranks get ranges of equally many block
             columns, or one more.

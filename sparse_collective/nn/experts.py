@@ -83,7 +83,7 @@ class BsrExperts(nn.Module):
 
     def _hidden(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         both = self.gate_up(x, expert_ids=expert_ids)
-        if both.shape[-1] != self.gate_up.out_features:
+        if hasattr(type(self.gate_up), "check_next") and both.shape[-1] != self.gate_up.out_features:
             raise ValueError(
                 "BsrExperts: gate_up is split over ranks, which then hold rows of the gate or of up; use "
                 "sparse_collective.distributed.BsrExpertParallel"

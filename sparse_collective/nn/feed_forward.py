@@ -87,7 +87,10 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate_up, down = self.gate_up, self.down
         if gate_up.__class__ is not GatedBsrLinear:
-            both = getattr(type(gate_up), "feed_forward", None)  # of a tensor-parallel layer: distributed/parallel.py
+            kind = type(gate_up)  # of a tensor-parallel layer, see distributed/parallel.py
+            if (check := getattr(kind, "check_next", None)) is not None:
+                check(gate_up, down)
+            both = getattr(kind, "feed_forward", None)
             if both is not None and (y := both(gate_up, down, x)) is not None:
                 return y
         return down(gate_up(x))
@@ -269,8 +272,8 @@ class BsrMixtureOfExperts(nn.Module):
 
     def _layers(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         for layer in (self.gate, self.up):
-            if (check := getattr(layer, "check_next", None)) is not None:  # of a tensor-parallel layer
-                check(self.down)
+            if (check := getattr(type(layer), "check_next", None)) is not None:  # of a tensor-parallel layer
+                check(layer, self.down)
         return self.down(self._hidden(x, expert_ids), expert_ids=expert_ids)
 
     def _hidden(self, x: Tensor, expert_ids: Tensor) -> Tensor:

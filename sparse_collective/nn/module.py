@@ -317,6 +317,8 @@ class BsrModule(Parametrizable):
         if name != "values":
             return
         before: Any = self._shard_mesh
+        place: Any = self.__dict__.get("place")
+        whole = place.mesh if before is None and place is not None else before  # a copy has no _shard_mesh yet
         unknown = before is not None and not self._compared and not self.crow_indices.is_meta
         if is_dtensor(value):  # as fully_shard sets it, also after each use
             mesh = value.device_mesh
@@ -325,9 +327,9 @@ class BsrModule(Parametrizable):
             self.__dict__["_shard_mesh"] = mesh
             # What fully_shard has just split is compared now; fake indices, and those on the meta device, when values
             # are first gathered.
-            split = mesh.ndim > (int(hasattr(self, "place")) if before is None else before.ndim)
+            split = whole is None or mesh.ndim > whole.ndim
             if split and not self._compared and type(self.crow_indices) is Tensor and not self.crow_indices.is_meta:
-                self.compare_patterns(None if before is None else dims_without(mesh, before))
+                self.compare_patterns(None if whole is None else dims_without(mesh, whole))
         elif unknown:
             self.compare_patterns()  # here, as fully_shard gathers outside of what torch.compile traces
 

@@ -165,14 +165,16 @@ def pattern_hash(*tensors: Tensor) -> int:
 
 
 def check_same(
-    op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None = None
-) -> None:
+    op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None = None,
+    more: Sequence[Any] = (),
+) -> None:  # fmt: skip
     """Compare a number on all ranks of a mesh, by one all-gather of 8 bytes for each of its dimensions.
 
     Args:
         op, what, advice: for the message.
         number: not negative; or a function that checks arguments and returns it, whose errors all ranks learn.
         dims: mesh dimensions; None: all.
+        more: further process groups to compare it in.
 
     Raises:
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
@@ -186,10 +188,10 @@ def check_same(
             number = number()
         except (TypeError, ValueError) as caught:
             number, refusal = -1, caught
-    for dim in range(mesh.ndim) if dims is None else dims:
-        group = mesh.get_group(dim)
+    groups = [mesh.get_group(dim) for dim in (range(mesh.ndim) if dims is None else dims)]
+    for group in (*groups, *more):
         mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_type)
-        found = [torch.empty_like(mine) for _ in range(mesh.size(dim))]
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, mine, group=group)
         numbers = torch.cat(found).tolist()
         if len(set(numbers)) > 1:
@@ -204,7 +206,7 @@ def check_same(
                 f"{op}: {what} differs between ranks: ranks {alike} agree, ranks "
                 f"{[rank for rank in ranks if rank not in alike]} do not; {advice}"
             )
-            number = -1  # tells the ranks along the next dimension
+            number = -1  # tells the ranks of the next group
     if refusal is not None:
         raise refusal
     if error:

@@ -141,6 +141,13 @@ def score_functions(device):
             run(*shards, plan, score_mod=score_mods.Bias(local))
     with no_collectives(), pytest.raises(ValueError, match="with kv, which goes up to 899; q and kv are positions"):
         context_parallel_attention(*shards, plan, score_mod=indexed)
+    two = torch.ones(2, device=device)
+    with pytest.raises(IndexError, match=r"with h, which goes up to 3$"):
+        context_parallel_attention(*shards, plan, score_mod=lambda score, b, h, q, kv: score + two[h])
+    columns = [t.transpose(2, 3).contiguous().mT for t in shards[1:]]  # k and v are copied, whatever their strides
+    assert columns[0].stride(-1) != 1
+    expected = context_parallel_attention(*shards, plan)
+    assert torch.equal(context_parallel_attention(shards[0], *columns, plan), expected)
 
 
 def checkpointing_and_compile(device):

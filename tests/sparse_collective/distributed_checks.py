@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -376,6 +377,20 @@ def compiled(device):
         y.float().square().sum().backward()
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         near(mine.grad.to_local(), theirs.grad.to_local())
+    more, frames = {"density": 0.3, "device": device, "dtype": dtype_of(device)}, CompileCounter()
+    swiglu = SwiGLU(128, 512, False, (32, 32), **more)
+    mixture = BsrMixtureOfExperts(128, 512, 3, 2, False, (32, 32), group_rows=64, **more)
+    for alone, names in ((swiglu, ("gate_up", "down")), (mixture, ("gate", "up", "down"))):
+        torch._dynamo.reset()
+        frames.clear()
+        model, layers = copy.deepcopy(alone), [alone.get_submodule(name) for name in names]
+        partition = partition_hidden(layers[:-1], layers[-1], mesh.size())
+        plan = {name: BsrColwiseParallel(partition=partition) for name in names[:-1]}
+        parallelize_module(model, mesh, plan | {names[-1]: BsrRowwiseParallel(partition=partition)})
+        call = torch.compile(model, backend=frames)
+        for _ in range(3):
+            near(call(x), alone(x))
+        assert frames.frame_count == 1, frames.frame_count
 
 
 def refused(device):
@@ -444,6 +459,11 @@ def other_features_in_the_next_layer(device):
             layers = [model.get_submodule(name) for name in names]
             first, last = (partition_hidden(layers[:-1], layers[-1], mesh.size(), balance=b) for b in balances)
             assert first.units != last.units
+            if model is swiglu:
+                ungated = SwiGLU.of(BsrLinear(128, 512, False, (32, 32), activation="gelu", **more), model.down)
+                plan = {"gate_up": BsrColwiseParallel(partition=first), "down": BsrRowwiseParallel(partition=last)}
+                other = parallelize_module(copy.deepcopy(ungated), mesh, plan)
+                raises(ValueError, text, other, normal(20, 128, device=device))
             plan = {name: BsrColwiseParallel(partition=first) for name in names[:-1]}
             parallelize_module(model, mesh, plan | {names[-1]: BsrRowwiseParallel(partition=last)})
             raises(ValueError, text, model, normal(20, 128, device=device))
@@ -548,6 +568,8 @@ def with_fully_shard(device):
     state, slack = full_state_dict(model, rank0_only=False), 300 if device.type == "cuda" else 3
     for name, t in alone.state_dict().items():
         near(state[name].double(), t.cpu().double(), slack)
+    again = copy.deepcopy(parallelized(alone, mesh["tp"]))  # a copy is sharded as the original
+    near(fully_shard(again, mesh=mesh["dp"])(x), alone(x), 300 if device.type == "cuda" else 3)
     if world > 2:
         torch.manual_seed(rank)
         other = parallelized(pair(device), mesh["tp"])

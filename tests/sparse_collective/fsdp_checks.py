@@ -210,6 +210,17 @@ def choices_that_differ(device):
         raises(RuntimeError, "the pattern differs between ranks", change(layer), x)
 
 
+def choices_that_differ_in_a_group(device):
+    """All ranks of `group` raise, also those whose shard group agrees; none waits."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of(device, 2, world // 2, names=("replicate", "shard"))
+    layer = BsrLinear(128, 96, True, (32, 32), density=0.42, device=device, dtype=dtype_of(device))
+    model = fully_shard(layer, mesh=mesh["shard"])
+    generator = torch.Generator(device).manual_seed(int(rank == 1))
+    raises(RuntimeError, "grow= or drop= differs between ranks", change_pattern_, model, 0.4, grow="random",
+           generator=generator, group=dist.group.WORLD)  # fmt: skip
+
+
 def data_parallel(device):
     """DDP, whose buffers are broadcast in each forward or at the start alone; ranks start with other patterns."""
     for options in ({}, {"forward_sync_buffers": False}):
@@ -375,6 +386,7 @@ CHECKS = [
     pattern_changes,
     regrowth_by_gradients,
     choices_that_differ,
+    choices_that_differ_in_a_group,
     data_parallel,
     blocks_that_move,
     another_number_of_blocks,
