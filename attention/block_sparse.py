@@ -24,6 +24,7 @@ from .masks.block_lists import CONSTANTS
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
+from .masks.tile_order import NEAR_BYTES, first_blocks, order_of_tiles
 from .plan import FlashPlan
 from .positions import Offsets, check_offsets, lengths_at
 from .selected.blocks import SelectedBlocks, mask_of
@@ -31,7 +32,6 @@ from .selected.tables.dispatch import ordered as ordered_by_row
 
 OP = "block_sparse_attention"
 Q_NAME, K_NAME = f"{OP}: q", f"{OP}: k"  # in errors
-LONG = 2.0  # times the mean: tiles so long come first, of all heads
 MOST_TILES = 2**31 - 1
 NOT_TRACED: Any = (None, None, None)
 
@@ -86,22 +86,18 @@ def with_causal(mask: BlockMask) -> BlockMask:
     return masked if mask_mod is mask.mask_mod else masked.with_mask_mod(both(mask.mask_mod, band))
 
 
-def tile_order(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int = 1) -> torch.Tensor:
-    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,)."""
-    count = tile_counts(mask.kv_num_blocks + mask.full_kv_num_blocks, mask, batch, heads, tile_m)
-    return by_length(count, mask.n_block_cols, l2_heads)
+def tile_order(
+    mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int, near: int, sms: int
+) -> torch.Tensor:
+    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
 
-
-def by_length(count: torch.Tensor, most: int, l2_heads: int) -> torch.Tensor:
-    """An order of tiles, int64 (tiles of all heads,), of their lengths (heads, tiles), which are `most` at most.
-
-    Tiles much longer than the mean come first, by length; then those of `l2_heads` heads after those of as many others,
-    so that what they read stays in L2, the longest tiles first.
+    Rows of equal length keep their order, whatever their blocks are: it is cached for all masks of the shape.
     """
-    count = count.long()
-    section = torch.arange(len(count), device=count.device)[:, None] // l2_heads + 1
-    long = count * count.numel() > count.sum() * LONG
-    return (most - count + (most + 1) * section.masked_fill(long, 0)).flatten().sort(stable=True).indices
+    count, first = mask.kv_num_blocks + mask.full_kv_num_blocks, torch.zeros_like(mask.kv_num_blocks)
+    if not mask.equal_rows:
+        first = first_blocks(mask.lists(), mask.n_block_cols)
+    count, first = (tile_counts(t, mask, batch, heads, tile_m) for t in (count, first))
+    return order_of_tiles(count, first, near, sms, l2_heads)
 
 
 def tile_counts(count: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
@@ -115,7 +111,7 @@ def tiles_q(mask: BlockMask, tile_m: int) -> int:
     return mask.n_block_rows * (mask.blocksize[0] // tile_m)
 
 
-def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int) -> tuple:
+def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int, near: int, sms: int) -> tuple:
     """Kernel arguments of a mask: columns, how many may be partial, block_source.OrderedScheduler's table.
 
     The columns, as large as the mask's lists, are made once; each batch, number of heads and tile has its own table.
@@ -123,12 +119,12 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     """
 
     def ordered() -> torch.Tensor:
-        order = tile_order(mask, batch, heads, tile_m, l2_heads)
+        order = tile_order(mask, *key)
         blocks = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
         counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in blocks)
         return torch.stack([order.to(torch.int32), *counts], -1)
 
-    cached, width, key = mask.derived, mask.kv_indices.shape[-1], (batch, heads, tile_m, l2_heads)
+    cached, width, key = mask.derived, mask.kv_indices.shape[-1], (batch, heads, tile_m, l2_heads, near, sms)
     if mask.equal_rows:  # nothing but the columns depends on what the lists hold
         index = mask.kv_indices if width else mask.full_kv_indices
         facts = mask.device, mask.lengths, mask.blocksize, index.shape, width, *key
@@ -240,8 +236,9 @@ def plan_block_sparse(args: AttentionArgs) -> FlashPlan:
     extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
     planning.plan_kernel(plan, args, extents=extents, **terms, blocks=BlockKind(*mask.blocksize, element))
     tile_m = plan.facts.config.tile_m
-    l2_heads = heads_in_l2(k.shape[2], plan.facts.kv_row_bytes)
-    plan.order = tile_m, l2_heads * (q.shape[1] // k.shape[1])
+    row_bytes = plan.facts.kv_row_bytes
+    l2_heads = heads_in_l2(k.shape[2], row_bytes) * (q.shape[1] // k.shape[1])
+    plan.order = tile_m, l2_heads, max(NEAR_BYTES // (row_bytes * mask.blocksize[1]), 1), plan.sms
     tiles = extents[0] * -(-extents[1] // tile_m)
     if tiles > MOST_TILES:
         raise ValueError(f"{OP}: {tiles} tiles of queries are too many; at most {MOST_TILES} are numbered")

@@ -35,7 +35,8 @@ class FlashPlan(CallPlan):
     lse_shape: tuple = ()
     scalars: tuple = ()  # the function's last arguments; OFFSETS is replaced in each call that has offsets
     takes_counter: bool = False  # before those; None of a schedule that is not dynamic
-    order: tuple = ()  # of block masks: query rows of a tile, heads whose tiles come together
+    sms: int = 0  # multiprocessors of the device
+    order: tuple = ()  # of block masks: tile_m, l2_heads, near and sms of block_sparse.tile_order
     # For FP8 q: a function of v and cu_seqlens_k that converts v for the kernel, None if the kernel reads v itself; and
     # the shape of each scale for the kernel, None if it has that shape or is absent, () if that is so for all.
     values: Callable | None = None
@@ -107,7 +108,7 @@ def plan_kernel(
     q, k, v, out = args[:4]
     score, sinks = args.score_mod, args.sinks
     checks.check_head_dims(plan.op, q, v)
-    spec, sms = device_arch(q.get_device())
+    spec, plan.sms = device_arch(q.get_device())
     facts = FlashFacts(
         arch=spec.target,
         path=path_of(plan.op, spec),
@@ -134,7 +135,7 @@ def plan_kernel(
         left, right = (min(bound or 0, n) for bound, n in zip(bounds, reversed(limits), strict=True))
     plan.scalars = (*scalars_of(scale, args.softcap, score is not None), left, right)
     heads, rows, cols = extents
-    sizes = Extents(heads, rows, cols, bounds[0], bounds[1], sms)
+    sizes = Extents(heads, rows, cols, bounds[0], bounds[1], plan.sms)
     if choose is None or not choose(plan, facts, sizes):
         plan.facts = pick(facts, sizes)
         plan.function = families.function_for(plan.facts)
@@ -142,7 +143,7 @@ def plan_kernel(
         return
     plan.scalars += (None,)
     if plan.facts.path == "sm_90":
-        plan.scalars += (sms * plan.facts.config.ctas,)  # as many CTAs as run at once
+        plan.scalars += (plan.sms * plan.facts.config.ctas,)  # as many CTAs as run at once
         plan.takes_counter = True
 
 

@@ -147,10 +147,15 @@ def line(entry: dict) -> str:
     return f"{entry['ranks']} ranks, {entry['name']}: " + ", ".join(shown)
 
 
+def chosen(world: int, only: str) -> list[str]:
+    """Names of the rows of so many ranks that contain `only`."""
+    return [row.name for row in all_rows() if only in row.name and (world in row.ranks if row.ranks else world > 1)]
+
+
 def measure(world: int, only: str, keep: Callable) -> list[dict]:
     """All rows with so many ranks; processes start again after a row that fails. keep: see worker."""
     found: list[dict] = []
-    names = [row.name for row in all_rows() if only in row.name and (world in row.ranks if row.ranks else world > 1)]
+    names = chosen(world, only)
     while names:
         with tempfile.TemporaryDirectory(prefix="cute-kernels-bench-") as folder:
             out = Path(folder, "rows.json")
@@ -178,6 +183,9 @@ def run(args: argparse.Namespace) -> int:
     worlds = args.ranks or [n for n in (1, 2, 4, 8) if n <= count]
     if not worlds or max(worlds) > count:
         print(f"bench distributed: needs at least {max(worlds or [1])} CUDA GPUs, found {count}")
+        return 2
+    if not any(chosen(world, args.only) for world in worlds):
+        print(f"bench distributed: no row of {worlds} ranks has {args.only!r} in its name")
         return 2
     rows: list[dict] = []
     before = earlier(args.out) if args.add else []

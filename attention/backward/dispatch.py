@@ -25,6 +25,7 @@ from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import BLOCKS_VISITED, L2_BYTES
 from ..masks.block_lists import MOST, equal_counts
 from ..masks.mask_mods import window_bounds
+from ..masks.tile_order import NEAR_BYTES, first_blocks, order_of_tiles
 from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
@@ -32,7 +33,7 @@ from ..selected.blocks import SIDE, has_members
 from . import family
 from .config import PREPARE_WARPS, BackwardFacts
 from .heuristics import pick
-from .items import MOST_MEMORY, NEAR_BYTES, heads_of_an_item, order_of_items, parts_layout
+from .items import MOST_MEMORY, heads_of_an_item, parts_layout
 from .ranges import items_of, rows_of_a_range
 from .sizes import bytes_of_a_row, tiles_of_a_head
 from .sums import convert, zero_sums
@@ -57,7 +58,7 @@ class BackwardPlan(CallPlan):
     scale: float = 1.0
     item_heads: int = 1  # query heads of a work item
     kv_parts: tuple = ()  # layouts of the parts of dK and dV, if heads are split
-    near: int = 0  # order_of_items' rows of blocks, with a block mask
+    near: int = 0  # order_of_tiles' rows of blocks, with a block mask
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
     # of the semaphores, int32 (tiles, dq_groups), or None
@@ -357,15 +358,6 @@ def ranks_of(mask) -> Tensor:
     return mask.derived.get("ranks", mask.kv_num_blocks, make, tuple, contents_of(mask))[0]
 
 
-def first_rows(lists: tuple, rows: int) -> Tensor:
-    """The first row of blocks in each column of transposed lists, int32 (B, H, columns); `rows` if it has none."""
-    first = torch.full_like(lists[0], rows)
-    for counts, indices in (lists[:2], lists[2:]):
-        if indices.shape[-1]:
-            first = torch.where(counts > 0, torch.minimum(indices[..., 0], first), first)
-    return first
-
-
 def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
     """The order in which work items begin, int32, cached; see problem.OrderedKvScheduler. shape: rows_of(q)."""
     batch, heads, _ = shape
@@ -373,13 +365,14 @@ def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
 
     def make() -> tuple[Tensor]:
         lists, sms = lists_of(mask), device_arch(plan.device.index)[1]
-        counts, first = lists[0] + lists[2], first_rows(lists, mask.n_block_rows)
+        counts, first = lists[0] + lists[2], first_blocks(lists, mask.n_block_rows)
         tiles = tiles_of_a_head(mask.lengths[1], tile_n)
         counts, first = (
             t.expand(batch, heads, -1).unflatten(1, (-1, plan.item_heads))
             .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (counts, first)
         )  # fmt: skip
-        return (order_of_items(counts.sum(2).flatten(0, 1), first.amin(2).flatten(0, 1), plan.near, sms),)
+        order = order_of_tiles(counts.sum(2).flatten(0, 1), first.amin(2).flatten(0, 1), plan.near, sms)
+        return (order.to(torch.int32),)
 
     key = "order of K", batch, heads, plan.item_heads, tile_n, plan.near
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

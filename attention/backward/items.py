@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cute_kernels.runtime.call_plan import layout_of
 
-NEAR_BYTES = 2**23  # of Q, dO and dq_accum of rows that are near each other: a quarter of what stays in L2
 LEAST_STEPS = 64  # blocks of 128x128 scores of an item with some of the heads, on average
 LEAST_WORK = 48  # blocks for each multiprocessor of a call whose items have some of the heads
 MOST_PARTS = 4  # of dK and dV; twice as many if their number has no divisor that is large enough, as 5 and 7
@@ -51,23 +50,3 @@ def parts_layout(t: Tensor, items: int) -> tuple:
         rows, _, width = t.shape
         return (rows, items, width), (width, rows * width, 1), torch.float32
     return layout_of((len(t), items, *t.shape[2:]), torch.float32)
-
-
-def order_of_items(lengths: Tensor, first_rows: Tensor, near: int, sms: int) -> Tensor:
-    """The order in which work items begin, int32 (items,), for a GPU with `sms` multiprocessors.
-
-    Groups of heads follow each other, and in a group items that begin within `near` rows of blocks, the longest first:
-    items that run at the same time then read the same rows at the same time, also where each has rows of its own. But
-    the last items, as many as the longest item takes on all multiprocessors, come longest first, so that all
-    multiprocessors end at the same time.
-
-    lengths, first_rows: (groups, tiles), numbers of blocks and first rows of blocks.
-    """
-    lengths, section = lengths.long(), first_rows.long() // near
-    section += torch.arange(len(lengths), device=lengths.device)[:, None] * (section.amax() + 1)
-    longest = lengths.amax()
-    order = (section * (longest + 1) + longest - lengths).flatten().sort(stable=True).indices
-    lengths = lengths.flatten()[order]
-    begun_after = lengths.flip(0).cumsum(0).flip(0)  # blocks of an item and of all that begin after it
-    last = begun_after <= longest * sms
-    return order[torch.where(last, longest + 1 - lengths, 0).sort(stable=True).indices].to(torch.int32)

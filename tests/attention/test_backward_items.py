@@ -172,13 +172,3 @@ def test_each_work_item_is_scheduled_once(batch, per_head, group_heads, from_las
     assert [i // 2 for i in numbers[: last * tiles]] == sorted(i // 2 for i in numbers[: last * tiles])
     assert last == 0 or (groups * batch - last) * tiles >= 20
     assert min(numbers[last * tiles :]) == last
-
-
-def test_order_of_work_items():
-    """Heads one after the other, with near tiles by length; and the last tiles, of 18 blocks, by length alone."""
-    lengths = torch.tensor([[3, 9, 5, 7], [2, 2, 4, 4], [1, 2, 3, 4]])
-    first_rows = torch.tensor([[0, 1, 8, 9], [0, 8, 8, 0], [0, 0, 0, 0]], dtype=torch.int32)
-    found = items.order_of_items(lengths, first_rows, 8, 2)
-    assert found.dtype == torch.int32 and found.tolist() == [1, 0, 3, 2, 7, 6, 11, 10, 4, 5, 9, 8]
-    none = items.order_of_items(torch.zeros_like(lengths), torch.zeros_like(first_rows), 8, 2)
-    assert none.tolist() == list(range(12))

@@ -10,6 +10,7 @@ from attention import BlockMask, block_sparse, block_sparse_attention, create_bl
 from attention.backward import dispatch
 from attention.masks.element_mask import check_extents, element_mask
 from attention.masks.mask_mods import And, Band, RowRange, SameDocument
+from attention.masks.tile_order import order_of_tiles
 from cute_kernels.testing.reference import normal, seed
 
 from ..fuzz.run import RELAXED, settings
@@ -169,10 +170,22 @@ def test_equal_rows_of_a_tensor_that_is_written_to():
     assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 
+def test_order_of_tiles():
+    """Heads one after the other, with near tiles by length; and the last tiles, of 18 blocks, by length alone."""
+    lengths = torch.tensor([[3, 9, 5, 7], [2, 2, 4, 4], [1, 2, 3, 4]])
+    begins = torch.tensor([[0, 1, 8, 9], [0, 8, 8, 0], [-1, 0, 0, 0]])
+    before = begins.clone()
+    assert order_of_tiles(lengths, begins, 8, 2).tolist() == [1, 0, 3, 2, 7, 6, 11, 10, 4, 5, 9, 8]
+    assert torch.equal(begins, before)
+    together = order_of_tiles(lengths, begins, 8, 1, group=2).tolist()
+    assert together == [1, 7, 0, 4, 3, 2, 6, 5, 11, 10, 9, 8]
+    assert order_of_tiles(torch.zeros_like(lengths), torch.zeros_like(begins), 8, 2).tolist() == list(range(12))
+
+
 class TestOrder:
-    def order(self, blocks, tile_m=64, **more):
+    def order(self, blocks, tile_m=64, l2_heads=1, near=1024, sms=1):
         mask = BlockMask.from_blocks(blocks, (128, 128))
-        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, **more).tolist()
+        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, l2_heads, near, sms).tolist()
 
     def test_equal_rows_keep_theirs(self):
         assert self.order(torch.ones(2, 3, 4, 5, dtype=torch.bool)) == list(range(2 * 3 * 8))
@@ -181,12 +194,17 @@ class TestOrder:
         blocks = torch.zeros(1, 2, 4, 9, dtype=torch.bool)
         blocks[..., 0] = True
         blocks[0, 1, 2] = True
-        order = self.order(blocks)
+        order = self.order(blocks, sms=132)
         assert order[:2] == [8 + 7 - 5, 8 + 7 - 4], "both tiles of the long row; tiles count from the last of a head"
         assert order[2:] == [n for n in range(16) if n not in order[:2]]
 
+    def test_documents_together(self):
+        """Tiles of a document follow those of the one before, and none depends on what lists hold past its end."""
+        blocks = torch.block_diag(*[torch.ones(2, 2).tril()] * 3).bool()[None, None]
+        assert self.order(blocks, 128, near=2) == [4, 5, 2, 3, 0, 1]
+
     def test_heads_together(self):
-        """The longest rows come first, whichever it is of them; then those of the next two."""
+        """The longest rows of two heads come first, then those of the next two."""
         order = self.order(torch.ones(1, 4, 3, 3, dtype=torch.bool).tril(), 128, l2_heads=2)
         assert order == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 

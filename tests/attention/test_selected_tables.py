@@ -134,7 +134,7 @@ def test_order(where, tile_m, l2_heads):
     assert torch.equal(table[:, 1:], rows.int()[:, None].expand(-1, 2))
     if tile_m == 128:
         mask._set(by_row=False)
-        longest = tile_order(mask, 2, 3, tile_m, l2_heads)
+        longest = tile_order(mask, 2, 3, tile_m, l2_heads, near=1, sms=132)
         heads = number // tiles // l2_heads
         assert torch.equal(heads, heads.sort().values), "heads in L2 come together"
         within = rows[:-1] >= rows[1:]

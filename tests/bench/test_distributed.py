@@ -83,6 +83,12 @@ def test_without_gpus(capsys):
     assert "needs at least 1024 CUDA GPUs" in capsys.readouterr().out
 
 
+def test_no_row_of_so_many_ranks(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert command.main(["distributed", "--ranks", "1", "--only", "FSDP2"]) == 2
+    assert "no row of [1] ranks has 'FSDP2' in its name" in capsys.readouterr().out
+
+
 def test_rows_of_a_run_that_is_cut_off_are_kept(monkeypatch, tmp_path):
     def spawn(worker, args, nprocs, daemon):
         world, _, names, _, keep = args
