@@ -89,22 +89,28 @@ def with_causal(mask: BlockMask) -> BlockMask:
 def tile_order(
     mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: int, near: int, sms: int
 ) -> torch.Tensor:
-    """Numbers (scheduler.QueryScheduler's) of the query tiles in the order in which they are begun, int64 (tiles,).
+    """block_source.OrderedScheduler's table: int32 (tiles, 3), the query tiles in the order in which they are begun.
 
     Rows of equal length keep their order, whatever their blocks are: it is cached for all masks of the shape.
     """
-    count, first = mask.kv_num_blocks + mask.full_kv_num_blocks, torch.zeros_like(mask.kv_num_blocks)
-    if not mask.equal_rows:
-        first = first_blocks(mask.lists(), mask.n_block_cols)
-    count, first = (tile_counts(t, mask, batch, heads, tile_m) for t in (count, first))
-    return order_of_tiles(count, first, near, sms, l2_heads)
+    counts = [mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks]
+    if not mask.equal_rows and mask.n_block_cols > near:
+        counts.append(first_blocks(mask.lists(), mask.n_block_cols) // near)
+    partial_blocks, blocks, *sections = by_tile(torch.stack(counts), mask, batch, heads, tile_m)
+    near_ones = (sections[0], mask.n_block_cols // near + 1) if sections else ()
+    order = order_of_tiles(blocks, mask.n_block_cols, sms, l2_heads, *near_ones)
+    return torch.stack([order.to(torch.int32), partial_blocks.flatten()[order], blocks.flatten()[order]], -1)
 
 
-def tile_counts(count: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
-    """Counts (B or 1, H or 1, Mq) of the rows of blocks as those of the query tiles by number, (B * H, tiles)."""
-    tiles_m = -(-mask.lengths[0] // tile_m)
-    count = count.repeat_interleave(mask.blocksize[0] // tile_m, -1, output_size=tiles_q(mask, tile_m))[..., :tiles_m]
-    return count.flip(-1).expand(batch, heads, tiles_m).reshape(batch * heads, tiles_m)
+def by_tile(counts: torch.Tensor, mask: BlockMask, batch: int, heads: int, tile_m: int) -> torch.Tensor:
+    """Numbers (n, B or 1, H or 1, Mq) of the rows of blocks as those of the query tiles, (n, B * H, tiles).
+
+    Tiles have the numbers of scheduler.QueryScheduler, the last rows first.
+    """
+    tiles_m, each = -(-mask.lengths[0] // tile_m), mask.blocksize[0] // tile_m
+    if each > 1:
+        counts = counts.repeat_interleave(each, -1, output_size=tiles_q(mask, tile_m))
+    return counts[..., :tiles_m].flip(-1).expand(-1, batch, heads, tiles_m).reshape(-1, batch * heads, tiles_m)
 
 
 def tiles_q(mask: BlockMask, tile_m: int) -> int:
@@ -118,17 +124,11 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
     A mask of equal rows launches nothing, once masks of its shape are known.
     """
 
-    def ordered() -> torch.Tensor:
-        order = tile_order(mask, *key)
-        blocks = (mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks)
-        counts = (tile_counts(c, mask, batch, heads, tile_m).flatten()[order] for c in blocks)
-        return torch.stack([order.to(torch.int32), *counts], -1)
-
     cached, width, key = mask.derived, mask.kv_indices.shape[-1], (batch, heads, tile_m, l2_heads, near, sms)
     if mask.equal_rows:  # nothing but the columns depends on what the lists hold
         index = mask.kv_indices if width else mask.full_kv_indices
         facts = mask.device, mask.lengths, mask.blocksize, index.shape, width, *key
-        return index, width, CONSTANTS.get(facts, index, lambda: (ordered(),), tuple)[0]
+        return index, width, CONSTANTS.get(facts, index, lambda: (tile_order(mask, *key),), tuple)[0]
 
     if mask.by_row:  # and used once
         tiles = -(-mask.lengths[0] // tile_m), mask.blocksize[0] // tile_m
@@ -136,7 +136,7 @@ def blocks_of(mask: BlockMask, batch: int, heads: int, tile_m: int, l2_heads: in
 
     def make() -> tuple:
         index = cached.get("columns", mask.kv_num_blocks, columns, tuple)[0]
-        return index, width, ordered()
+        return index, width, tile_order(mask, *key)
 
     def columns() -> tuple:
         return (torch.cat([mask.kv_indices, mask.full_kv_indices], -1),)

@@ -58,7 +58,7 @@ class BackwardPlan(CallPlan):
     scale: float = 1.0
     item_heads: int = 1  # query heads of a work item
     kv_parts: tuple = ()  # layouts of the parts of dK and dV, if heads are split
-    near: int = 0  # order_of_tiles' rows of blocks, with a block mask
+    near: int = 0  # with a block mask: rows of blocks that are near each other, see order_of_tiles
     gradients: tuple = ()  # layouts (CallPlan.new) of dQ, dK and dV
     # Layouts of (LSE, delta) of each tile's rows, FP32 (tiles, 2, tile_m); of dq_accum, FP32 (tiles, tile_m * D); and
     # of the semaphores, int32 (tiles, dq_groups), or None
@@ -365,14 +365,18 @@ def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
 
     def make() -> tuple[Tensor]:
         lists, sms = lists_of(mask), device_arch(plan.device.index)[1]
-        counts, first = lists[0] + lists[2], first_blocks(lists, mask.n_block_rows)
+        of_heads = [lists[0] + lists[2]]
+        if mask.n_block_rows > plan.near:
+            of_heads.append(first_blocks(lists, mask.n_block_rows) // plan.near)
         tiles = tiles_of_a_head(mask.lengths[1], tile_n)
-        counts, first = (
+        blocks, *first = (
             t.expand(batch, heads, -1).unflatten(1, (-1, plan.item_heads))
-            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (counts, first)
+            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in of_heads
         )  # fmt: skip
-        order = order_of_tiles(counts.sum(2).flatten(0, 1), first.amin(2).flatten(0, 1), plan.near, sms)
-        return (order.to(torch.int32),)
+        near = [t.amin(2).flatten(0, 1) for t in first]
+        sections = (near[0], mask.n_block_rows // plan.near + 1) if near else ()
+        most = plan.item_heads * mask.n_block_rows
+        return (order_of_tiles(blocks.sum(2).flatten(0, 1), most, sms, 1, *sections).to(torch.int32),)
 
     key = "order of K", batch, heads, plan.item_heads, tile_n, plan.near
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

@@ -171,21 +171,23 @@ def test_equal_rows_of_a_tensor_that_is_written_to():
 
 
 def test_order_of_tiles():
-    """Heads one after the other, with near tiles by length; and the last tiles, of 18 blocks, by length alone."""
-    lengths = torch.tensor([[3, 9, 5, 7], [2, 2, 4, 4], [1, 2, 3, 4]])
-    begins = torch.tensor([[0, 1, 8, 9], [0, 8, 8, 0], [-1, 0, 0, 0]])
-    before = begins.clone()
-    assert order_of_tiles(lengths, begins, 8, 2).tolist() == [1, 0, 3, 2, 7, 6, 11, 10, 4, 5, 9, 8]
-    assert torch.equal(begins, before)
-    together = order_of_tiles(lengths, begins, 8, 1, group=2).tolist()
-    assert together == [1, 7, 0, 4, 3, 2, 6, 5, 11, 10, 9, 8]
-    assert order_of_tiles(torch.zeros_like(lengths), torch.zeros_like(begins), 8, 2).tolist() == list(range(12))
+    """Heads one after the other, with near tiles by length; and the last tiles, of 9 or 18 blocks, by length alone."""
+    lengths = torch.tensor([[3, 9, 5, 7], [2, 2, 4, 4], [1, 2, 3, 4]], dtype=torch.int32)
+    sections = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    near = {"sections": sections, "count": 2}
+    assert order_of_tiles(lengths, 9, 1, **near).tolist() == [1, 0, 3, 2, 7, 4, 6, 5, 11, 10, 9, 8]
+    assert order_of_tiles(lengths, 9, 2, **near).tolist() == [1, 0, 3, 2, 7, 6, 11, 10, 4, 5, 9, 8]
+    assert order_of_tiles(lengths, 9, 1, 2, **near).tolist() == [1, 7, 0, 4, 3, 2, 6, 5, 11, 10, 9, 8]
+    assert order_of_tiles(lengths, 9, 1).tolist() == [1, 3, 2, 0, 6, 7, 4, 5, 11, 10, 9, 8]
+    assert order_of_tiles(torch.zeros_like(lengths), 9, 2, **near).tolist() == [0, 1, 2, 3, 4, 7, 5, 6, 8, 9, 10, 11]
 
 
 class TestOrder:
     def order(self, blocks, tile_m=64, l2_heads=1, near=1024, sms=1):
         mask = BlockMask.from_blocks(blocks, (128, 128))
-        return block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, l2_heads, near, sms).tolist()
+        table = block_sparse.tile_order(mask, *blocks.shape[:2], tile_m, l2_heads, near, sms)
+        assert torch.equal(table[:, 0].sort().values, torch.arange(len(table)))
+        return table[:, 0].tolist()
 
     def test_equal_rows_keep_theirs(self):
         assert self.order(torch.ones(2, 3, 4, 5, dtype=torch.bool)) == list(range(2 * 3 * 8))
