@@ -61,7 +61,8 @@ class Call(NamedTuple):
 
     def options(self) -> tuple:
         """All but q, k and v; of score_mod whether there is one."""
-        return *self[3:7], self.score_mod is None, *self[8:]
+        flags = self.return_lse, self.deterministic, self.score_mod is None, self.keep_kv
+        return self.softcap, self.scale, *flags, self.reduce_dtype
 
 
 # plan -> shapes, dtypes and options of its latest call, which was checked; the next layer's are the same
