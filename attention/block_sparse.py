@@ -24,7 +24,7 @@ from .masks.block_lists import CONSTANTS
 from .masks.block_mask import BlockMask
 from .masks.element_mask import check_extents, for_kernel, trace_mask
 from .masks.mask_mods import Band, both, window_bounds
-from .masks.tile_order import NEAR_BYTES, first_blocks, order_of_tiles
+from .masks.tile_order import NEAR_BYTES, order_of_tiles, sections_of
 from .plan import FlashPlan
 from .positions import Offsets, check_offsets, lengths_at
 from .selected.blocks import SelectedBlocks, mask_of
@@ -94,11 +94,10 @@ def tile_order(
     Rows of equal length keep their order, whatever their blocks are: it is cached for all masks of the shape.
     """
     counts = [mask.kv_num_blocks, mask.kv_num_blocks + mask.full_kv_num_blocks]
-    if not mask.equal_rows and mask.n_block_cols > near:
-        counts.append(first_blocks(mask.lists(), mask.n_block_cols) // near)
+    if not mask.equal_rows:
+        counts += sections_of(mask.lists(), mask.n_block_cols, near)
     partial_blocks, blocks, *sections = by_tile(torch.stack(counts), mask, batch, heads, tile_m)
-    near_ones = (sections[0], mask.n_block_cols // near + 1) if sections else ()
-    order = order_of_tiles(blocks, mask.n_block_cols, sms, l2_heads, *near_ones)
+    order = order_of_tiles(blocks, mask.n_block_cols, sms, l2_heads, mask.n_block_cols // near + 1, *sections)
     return torch.stack([order.to(torch.int32), partial_blocks.flatten()[order], blocks.flatten()[order]], -1)
 
 

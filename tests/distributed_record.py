@@ -31,6 +31,7 @@ MODULES = [
     "tests.sparse_collective.expert_checks",
     "tests.sparse_collective.fsdp_checks",
     "tests.sparse_collective.peer_checks",
+    "tests.sparse_collective.refused_checks",
 ]
 if importlib.util.find_spec("transformers"):
     MODULES.append("tests.attention.transformers_checks")

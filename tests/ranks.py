@@ -129,6 +129,21 @@ class Ranks:
         text = "\n".join(f"rank {rank} of {self.world}: {error}" for rank, error in enumerate(errors) if error)
         assert not text, text
 
+    def fail(self, name: str) -> None:
+        """Run a check in two ranks, of which the last one raises ArithmeticError or ends with exit code 3.
+
+        Raises:
+            AssertionError: it did not, or the other rank did not end with a reason, soon after the group's timeout.
+        """
+        try:
+            other, failed = self.outcomes(name, after_error=30)
+        finally:
+            self.kill()
+        assert "ArithmeticError: this rank had an error" in failed or failed == "the process ended with exit code 3"
+        timed_out = f"Timed out waiting {1000 * self.collective_seconds:.0f}ms"
+        reasons = timed_out, "Connection closed by peer", "Connection reset by peer"
+        assert any(reason in other for reason in reasons), other
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()

@@ -1,6 +1,7 @@
 """Documents: every code block runs, tables show the content of result files, links lead somewhere, the reference is
 complete, the site builds."""
 
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -58,11 +59,8 @@ def test_code_blocks_run(page, number, tmp_path, monkeypatch):
     # CUDA tensors of an earlier line would all be on the first GPU.
     assert IMPORTS.sub("", code).startswith(BEGINNING), f"{title} does not begin with\n{BEGINNING}"
     for world in (1, 2):
-        ranks = Ranks(world, group=False)
-        try:
+        with contextlib.closing(Ranks(world, group=False)) as ranks:
             ranks.run(f"{__name__}:run_in_a_rank", code, title, str(tmp_path / f"{world}"))
-        finally:
-            ranks.close()
 
 
 def run_in_a_rank(device, code: str, title: str, folder: str) -> None:

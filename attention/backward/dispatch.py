@@ -25,7 +25,7 @@ from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import BLOCKS_VISITED, L2_BYTES
 from ..masks.block_lists import MOST, equal_counts
 from ..masks.mask_mods import window_bounds
-from ..masks.tile_order import NEAR_BYTES, first_blocks, order_of_tiles
+from ..masks.tile_order import NEAR_BYTES, order_of_tiles, sections_of
 from ..masks.transposed import dispatch as transposed
 from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
@@ -365,18 +365,14 @@ def kv_order(mask, shape: tuple, plan: BackwardPlan) -> Tensor:
 
     def make() -> tuple[Tensor]:
         lists, sms = lists_of(mask), device_arch(plan.device.index)[1]
-        of_heads = [lists[0] + lists[2]]
-        if mask.n_block_rows > plan.near:
-            of_heads.append(first_blocks(lists, mask.n_block_rows) // plan.near)
-        tiles = tiles_of_a_head(mask.lengths[1], tile_n)
-        blocks, *first = (
+        tiles, of_heads = tiles_of_a_head(mask.lengths[1], tile_n), sections_of(lists, mask.n_block_rows, plan.near)
+        blocks, *of_heads = (
             t.expand(batch, heads, -1).unflatten(1, (-1, plan.item_heads))
-            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in of_heads
+            .repeat_interleave(mask.blocksize[1] // tile_n, -1)[..., :tiles] for t in (lists[0] + lists[2], *of_heads)
         )  # fmt: skip
-        near = [t.amin(2).flatten(0, 1) for t in first]
-        sections = (near[0], mask.n_block_rows // plan.near + 1) if near else ()
-        most = plan.item_heads * mask.n_block_rows
-        return (order_of_tiles(blocks.sum(2).flatten(0, 1), most, sms, 1, *sections).to(torch.int32),)
+        blocks, sections = blocks.sum(2).flatten(0, 1), [t.amin(2).flatten(0, 1) for t in of_heads]
+        most, count = plan.item_heads * mask.n_block_rows, mask.n_block_rows // plan.near + 1
+        return (order_of_tiles(blocks, most, sms, 1, count, *sections).to(torch.int32),)
 
     key = "order of K", batch, heads, plan.item_heads, tile_n, plan.near
     return mask.derived.get(key, mask.kv_num_blocks, make, tuple, contents_of(mask))[0]

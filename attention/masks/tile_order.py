@@ -7,7 +7,7 @@ NEAR_BYTES = 2**23  # of what tiles read that are near each other: a quarter of 
 
 
 def order_of_tiles(
-    lengths: Tensor, most: int, sms: int, group: int = 1, sections: Tensor | None = None, count: int = 1
+    lengths: Tensor, most: int, sms: int, group: int = 1, count: int = 1, sections: Tensor | None = None
 ) -> Tensor:
     """The order in which tiles begin, int64 (tiles of all heads,), for a GPU with `sms` multiprocessors.
 
@@ -17,7 +17,7 @@ def order_of_tiles(
     multiprocessors, come by length alone, so that all multiprocessors end at the same time.
 
     lengths: (heads, tiles), numbers of blocks, up to `most`.
-    sections: (heads, tiles), below `count`; None: one.
+    sections: (heads, tiles), below `count`, from sections_of; None: one.
     """
     section = torch.arange(len(lengths), device=lengths.device)[:, None] // group * count
     section = section if sections is None else section + sections
@@ -28,13 +28,16 @@ def order_of_tiles(
     return order[torch.where(last, most + 1 - lengths, 0).sort(stable=True).indices]
 
 
-def first_blocks(lists: tuple, none: int) -> Tensor:
-    """The first block that each row of a BlockMask's lists has, or each column of transposed ones; `none` without any.
+def sections_of(lists: tuple, blocks: int, near: int) -> list[Tensor]:
+    """The section, up to blocks // near, of each row of a BlockMask's lists, or each column of transposed ones: its
+    first block, or `blocks` without any, // near. Empty if all are near each other.
 
     lists: counts (B, H, rows) and indices (B, H, rows, width) of partial blocks, and the same of full ones.
     """
-    first = torch.full_like(lists[0], none)
+    if blocks <= near:
+        return []
+    first = torch.full_like(lists[0], blocks)
     for counts, indices in (lists[:2], lists[2:]):
         if indices.shape[-1]:
             first = torch.where(counts > 0, torch.minimum(indices[..., 0], first), first)
-    return first.clamp_(min=0)
+    return [first.clamp_(min=0) // near]

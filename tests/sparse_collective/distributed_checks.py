@@ -4,14 +4,13 @@ Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same num
 """
 
 import copy
-import os
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -19,20 +18,16 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
     BsrColwiseParallel,
-    BsrExpertParallel,
     BsrRowwiseParallel,
     distribute_bsr,
     full_state_dict,
     partition_hidden,
 )
 from sparse_collective.nn import (
-    BsrExperts,
     BsrGroupedLinear,
     BsrLinear,
     BsrMixtureOfExperts,
     SwiGLU,
-    densify_,
-    prune_,
     sparsity,
 )
 
@@ -74,44 +69,6 @@ def distributed_matrix(device):
     dist.all_reduce(total)
     near(total.to(y.dtype), y)
     assert distribute_bsr(W, mesh, [Replicate()]) is W
-
-
-def distributed_matrix_of_other_patterns(device):
-    torch.manual_seed(dist.get_rank())
-    W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
-    mesh = mesh_of(device)
-    raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh, [Shard(0)])
-    raises(ValueError, "Shard(0) for rows or Shard(1) for columns", distribute_bsr, W, mesh, [Shard(2)])
-    raises(ValueError, "balance is 'even'", distribute_bsr, W, mesh, [Replicate()], balance="even")
-    raises(TypeError, "got DeviceMesh and Shard", distribute_bsr, W, mesh, Shard(0))
-    raises(TypeError, "got NoneType and list", distribute_bsr, W, None, [Shard(0)])
-
-
-def difference_in_a_mesh(device):
-    """All ranks of a mesh of two dimensions learn that one has another number."""
-    from sparse_collective.nn.shards import check_same
-
-    last, mesh = dist.get_world_size() - 1, mesh_of(device, 2, dist.get_world_size() // 2)
-    check_same("op", "the pattern", 7, mesh, "advice")
-    number = 8 if dist.get_rank() == last else 7
-    raises(RuntimeError, "the pattern differs between ranks", check_same, "op", "the pattern", number, mesh, "advice")
-
-
-def error_of_one_rank(device):
-    """All ranks learn why one refused its arguments, and none waits for it."""
-    from sparse_collective.nn.shards import check_same
-
-    last = dist.get_world_size() - 1
-
-    def number():
-        if dist.get_rank() == last:
-            raise ValueError("8 rows are too few")
-        return 7
-
-    kind = ValueError if dist.get_rank() == last else RuntimeError
-    for dims in (1, 2):
-        mesh = mesh_of(device, dims, dist.get_world_size() // dims) if dims > 1 else mesh_of(device)
-        raises(kind, "8 rows are too few", check_same, "op", "the pattern", number, mesh, "advice")
 
 
 def raises(kind, text, function, *args, **options):
@@ -393,103 +350,6 @@ def compiled(device):
         assert frames.frame_count == 1, frames.frame_count
 
 
-def refused(device):
-    """Layers, layouts and splits that no style can split."""
-    mesh, more = mesh_of(device), {"density": 0.5, "device": device, "dtype": dtype_of(device)}
-    torch.manual_seed(dist.get_rank())
-    column, row = BsrColwiseParallel(), BsrRowwiseParallel()
-    layer = BsrLinear(128, 128, False, (32, 32), **more)
-    raises(RuntimeError, "the pattern of the layer differs between ranks", parallelize_module, layer, mesh, column)
-    torch.manual_seed(0)
-    swiglu = SwiGLU(128, 256, False, (32, 32), **more)
-    raises(ValueError, "the gate of a GatedBsrLinear", parallelize_module, swiglu.gate_up, mesh, row)
-    partition = partition_hidden(swiglu.gate_up, swiglu.down, mesh.size())
-    raises(ValueError, "the partition is of 256", parallelize_module, BsrLinear(128, 128, blocksize=(32, 32), **more),
-           mesh, BsrRowwiseParallel(partition=partition))  # fmt: skip
-    for parts in (1, mesh.size() + 2):
-        other = partition_hidden(swiglu.gate_up, swiglu.down, parts)
-        for layer, style in ((swiglu.gate_up, BsrColwiseParallel), (swiglu.down, BsrRowwiseParallel)):
-            raises(ValueError, f"the partition has {parts} parts; use partition_hidden(..., {mesh.size()})",
-                   parallelize_module, layer, mesh, style(partition=other))  # fmt: skip
-    raises(ValueError, "parts is 0", partition_hidden, swiglu.gate_up, swiglu.down, 0)
-    raises(TypeError, "takes one layer, got SwiGLU; give each of its layers a style: gate_up, down",
-           parallelize_module, swiglu, mesh, column)  # fmt: skip
-    uneven = partition_hidden(swiglu.gate_up, swiglu.down, 3)
-    raises(ValueError, "equal, contiguous ranges", parallelize_module, swiglu.gate_up, mesh,
-           BsrColwiseParallel(partition=uneven, output_layouts=Replicate()))  # fmt: skip
-    raises(TypeError, "partition is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh,
-           BsrColwiseParallel(partition=partition))  # fmt: skip
-    overlapped = (
-        BsrColwiseParallel(input_layouts=Shard(0), overlap=True),
-        BsrRowwiseParallel(output_layouts=Shard(0), overlap=True),
-    )
-    for style in overlapped:
-        raises(TypeError, "overlap is for block-sparse layers", parallelize_module, nn.Linear(8, 8), mesh, style)
-    grouped = BsrGroupedLinear(3, 128, 128, False, (32, 32), **more)
-    split = Shard(0)
-    for style in (
-        BsrColwiseParallel(input_layouts=split),
-        BsrRowwiseParallel(input_layouts=split),
-        BsrRowwiseParallel(output_layouts=split),
-    ):
-        raises(ValueError, "the routing of a BsrGroupedLinear", parallelize_module, grouped, mesh, style)
-    ranks = list(range(mesh.size()))
-    reversed_mesh, layer = DeviceMesh(device.type, ranks[::-1]), BsrLinear(128, 128, False, (32, 32), **more)
-    text = f"ranks of the mesh must ascend, got {ranks[::-1]}; pass a mesh of {ranks}"
-    for module, style in ((layer, column), (layer, row), (nn.Identity(), BsrExpertParallel())):
-        raises(ValueError, text, parallelize_module, module, reversed_mesh, style)
-    layer = parallelize_module(layer, mesh, column)
-    raises(TypeError, "ParallelBsrLinear", parallelize_module, layer, mesh, column)
-    raises(TypeError, "change it before parallelize_module", prune_, layer, 0.1)
-    raises(TypeError, "has split this ParallelBsrLinear over ranks; call to_linear before", layer.to_linear)
-    model = nn.Sequential(BsrLinear(128, 128, blocksize=(32, 32), **more), layer)
-    raises(TypeError, "parallelize_module has split 1 over ranks; call densify_ before", densify_, model)
-    assert type(model[0]) is BsrLinear
-
-
-def other_features_in_the_next_layer(device):
-    """Two layers that split their hidden features differently raise, where one module calls both."""
-    mesh, more = mesh_of(device), {"density": 0.3, "device": device, "dtype": dtype_of(device)}
-    text = "pass one partition, from partition_hidden, to the styles of both layers"
-    for balances in (("blocks", "extent"), ("extent", "blocks")):
-        torch.manual_seed(6)
-        swiglu = SwiGLU(128, 512, False, (32, 32), **more)
-        mixture = BsrMixtureOfExperts(128, 512, 3, 2, False, (32, 32), group_rows=64, **more)
-        for model, names in ((swiglu, ("gate_up", "down")), (mixture, ("gate", "up", "down"))):
-            layers = [model.get_submodule(name) for name in names]
-            first, last = (partition_hidden(layers[:-1], layers[-1], mesh.size(), balance=b) for b in balances)
-            assert first.units != last.units
-            if model is swiglu:
-                ungated = SwiGLU.of(BsrLinear(128, 512, False, (32, 32), activation="gelu", **more), model.down)
-                plan = {"gate_up": BsrColwiseParallel(partition=first), "down": BsrRowwiseParallel(partition=last)}
-                other = parallelize_module(copy.deepcopy(ungated), mesh, plan)
-                raises(ValueError, text, other, normal(20, 128, device=device))
-            plan = {name: BsrColwiseParallel(partition=first) for name in names[:-1]}
-            parallelize_module(model, mesh, plan | {names[-1]: BsrRowwiseParallel(partition=last)})
-            raises(ValueError, text, model, normal(20, 128, device=device))
-    rows = BsrRowwiseParallel(input_layouts=Replicate())
-    down = parallelize_module(BsrLinear(128, 64, blocksize=(32, 32), **more), mesh, rows)
-    raises(ValueError, "x has 64 features, the layer 128", down, normal(20, 64, device=device))
-    experts = BsrExperts(
-        BsrGroupedLinear(3, 64, 256, False, (32, 32), **more), BsrGroupedLinear(3, 128, 64, False, (32, 32), **more)
-    )
-    parallelize_module(experts, mesh, {"gate_up": BsrColwiseParallel(), "down": BsrRowwiseParallel()})
-    x, choices = normal(20, 64, device=device), torch.zeros(20, 1, dtype=torch.int64, device=device)
-    raises(ValueError, "gate_up is split over ranks", experts, x, choices, torch.ones_like(choices).float())
-
-
-def uneven_tokens(device):
-    """Ranks with different numbers of tokens raise in a layer's first call, and may call it again."""
-    mesh, rank = mesh_of(device), dist.get_rank()
-    alone, tokens = pair(device)[0], normal(12 * mesh.size(), 128, device=device)
-    for layout in (Replicate(), Shard(0)):
-        model = parallelize_module(copy.deepcopy(alone), mesh, BsrColwiseParallel(input_layouts=layout))
-        text = f"the shape of the tokens, here ({12 + rank},), differs between ranks: ranks [0] agree"
-        raises(RuntimeError, text, model, normal(12 + rank, 128, device=device))
-        x = tokens.chunk(mesh.size())[rank] if layout.is_shard() else tokens
-        near(model(x), alone(tokens).chunk(mesh.size(), -1)[rank])
-
-
 def parallelized(alone, mesh, **options):
     """A copy of a SwiGLU or of a pair, over a mesh."""
     model = copy.deepcopy(alone)
@@ -576,26 +436,8 @@ def with_fully_shard(device):
         raises(RuntimeError, "the pattern differs between ranks", fully_shard, other, mesh=mesh["dp"])
 
 
-def error_in_one_rank(device):
-    """The last rank raises between two layers, whose collectives the others enter."""
-    model = parallelized(pair(device), mesh_of(device))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        raise ArithmeticError("this rank had an error")
-    model(normal(20, 128, device=device))
-
-
-def death_of_one_rank(device):
-    model = parallelized(pair(device), mesh_of(device))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os._exit(3)
-    model(normal(20, 128, device=device))
-
-
 CHECKS = [
     distributed_matrix,
-    distributed_matrix_of_other_patterns,
-    difference_in_a_mesh,
-    error_of_one_rank,
     column_then_row,
     sequence_parallel,
     overlapped,
@@ -606,9 +448,6 @@ CHECKS = [
     experts,
     mixture,
     compiled,
-    refused,
-    other_features_in_the_next_layer,
-    uneven_tokens,
     optimized,
     states,
     with_fully_shard,

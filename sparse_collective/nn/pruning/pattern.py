@@ -243,22 +243,19 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
 
 def _compare(op: str, layer: BsrLinear, group: Group, what: str, *choices: Tensor) -> None:
     """Refuse choices that differ between ranks that hold a layer or shards of it, before anything is written."""
-    mesh = layer._shard_mesh
-    if mesh is None and group is None:
-        return
-    dims: list[int] | None = None
+    meshes = [] if layer._shard_mesh is None else [layer._shard_mesh]
     if group is not None:
         from torch.distributed.device_mesh import DeviceMesh
 
         if torch.distributed.get_rank(group) < 0:
             raise ValueError(f"{op}: this rank is not in the process group that group= names")
-        if mesh is None:
-            mesh, dims = DeviceMesh.from_group(group, choices[0].device.type), []
-    check_same(
-        op, what, pattern_hash(*choices), mesh,
-        "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed", dims,
-        [] if group is None else [group],
-    )  # fmt: skip
+        meshes.append(DeviceMesh.from_group(group, choices[0].device.type))
+    if meshes:
+        check_same(
+            op, what, pattern_hash(*choices), meshes[0],
+            "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
+            more=[mesh.get_group() for mesh in meshes[1:]],
+        )  # fmt: skip
 
 
 def _moved(t: Tensor, origin: Tensor) -> Tensor:
