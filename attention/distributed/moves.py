@@ -4,6 +4,9 @@ Everything is computed on the mask's device. The host reads one tensor: the work
 tiles that it needs of each other, for all deals that are tried. On a GPU three kernels compute it, ByKernels. By torch,
 it comes from one table of the mask's blocks, ByTorch. Tables have a row and a column of blocks for each tile, those of
 the empty tiles and one more, which no process has.
+
+With a capacity, the host knows these numbers: needs are filled with tiles that are not needed, the first ones first,
+until each process gets as many of each other, and all of its own.
 """
 
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.derived import Derived
+from cute_kernels.runtime.torch_compat import assert_on_gpu
 
 from ..masks import block_lists
 from ..masks.block_mask import BlockMask
@@ -23,20 +27,28 @@ CONSTANTS = Derived()  # owners, cuts and order of sharded.dispatch
 
 
 class ByTorch:
-    """The deals that are tried, by torch operations. Synchronizes, once.
+    """The deals that are tried, by torch operations. Synchronizes, once; with a capacity not.
 
     Attributes:
         tiles: for each deal, int64 (size, tiles of one), ascending.
-        loads, counts: see needs_of.
+        loads, counts: see numbers_of; with a capacity there are no loads.
     """
 
-    def __init__(self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None):
+    def __init__(
+        self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None,
+        capacity: int | None,
+    ):  # fmt: skip
         """tiles: those of the only deal, whose tiles are known; None: deals of `names`. total: of the longest deal."""
         self.mask, self.tile, self.tables = mask, tile, tables_of(mask, tile, total)
         listed = listed_of(self.tables, total)
         work, count = listed.sum(1), -(-mask.lengths[0] // tile)
         self.tiles = [dealing.dealt(work[:count], size, name) for name in names] if tiles is None else [tiles]
-        self.need, self.loads, self.counts = needs_of(listed, work, self.tiles)
+        owned, self.need = needs_of(listed, self.tiles)
+        if capacity is None:
+            self.loads, self.counts = numbers_of(owned, self.need, work)
+        else:
+            self.loads, self.counts = [], [counts_of(size, total // size, capacity)]
+            fill(self.need[0], self.tiles[0], torch.tensor(self.counts[0], device=work.device))
 
     def moves(self, deal: int, rank: int) -> Moves:
         """Moves of a process by one of the deals. Does not synchronize."""
@@ -52,28 +64,40 @@ class ByTorch:
 class ByKernels:
     """The same by kernels."""
 
-    def __init__(self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None):
+    def __init__(
+        self, mask: BlockMask, tile: int, size: int, names: Sequence[str], total: int, tiles: Tensor | None,
+        capacity: int | None,
+    ):  # fmt: skip
         self.mask, self.tile = mask, tile
         count, device = -(-mask.lengths[0] // tile), mask.device
         names = names if tiles is None else ()
         piece = dealing.padded(count, size, "balanced") // size
 
-        def make() -> tuple[Tensor, Tensor, Tensor]:
+        def make() -> tuple[Tensor, ...]:
             cuts, order = (torch.tensor(each, device="cpu") for each in dealing.cuts_of(piece * size, size))
             owners = torch.full((len(names), total), -1, device="cpu")
             for row, name in zip(owners, names, strict=True):
                 if name != "balanced":
                     dealt = dealing.dealt(torch.zeros(count, device="cpu"), size, name)
                     row[: dealt.numel()] = dealt.flatten().argsort() // dealt.shape[1]
-            return owners.int().to(device), cuts.int().view(-1, 3).to(device), order.int().to(device)
+            given = torch.tensor(given_counts or [], device="cpu")
+            tables = owners, cuts.view(-1, 3), order, given
+            return tuple(table.int().to(device) for table in tables)
 
-        owners, cuts, order = CONSTANTS.get((device, count, size, *names), mask.kv_num_blocks, make, tuple)
+        given_counts = None if capacity is None else counts_of(size, total // size, capacity)
+        key = device, count, size, total, capacity, *names
+        owners, cuts, order, given = CONSTANTS.get(key, mask.kv_num_blocks, make, tuple)
         if tiles is not None:
             owners = (tiles.flatten().argsort() // tiles.shape[1]).int()[None]
         balanced = names.index("balanced") if "balanced" in names else -1
-        self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece)
+        most = -1 if capacity is None else capacity
+        self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece, most)
         lengths = [dealing.padded(count, size, name) for name in names] if tiles is None else [total]
         self.tiles = [row[:n].view(size, -1) for row, n in zip(self.dealt.tiles, lengths, strict=True)]
+        if given_counts:
+            self.loads, self.counts = [], [given_counts]
+            check_fits(self.dealt.counts[0, :, 1:], given)
+            return
         host = self.dealt.counts.tolist()  # what follows, the GPU waits for
         self.loads = [[row[0] for row in deal] for deal in host]
         self.counts = [[row[1:] for row in deal] for deal in host]
@@ -111,27 +135,72 @@ def listed_of(tables: Tensor, count: int) -> Tensor:
     return each.sum((0, 1, 2, 4, 6), dtype=torch.float64)  # integers, exact; not cast by autocast
 
 
-def needs_of(listed: Tensor, work: Tensor, tried: Sequence[Tensor]) -> tuple[Tensor, list, list]:
-    """Count what the processes need of each other by each deal. Synchronizes, once.
+def needs_of(listed: Tensor, tried: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what the processes have and need by each deal. Does not synchronize.
 
     Args:
         listed: (tiles + 1, tiles + 1), see listed_of; its last row and column are 0.
-        work: (tiles + 1,) float64, blocks of each row of tiles.
         tried: the deals, int64 (size, tiles of one) each.
 
     Returns:
-        need: (deals, size, tiles + 1) float64, 1 for the tiles of K and V that a process needs.
-        loads: for each deal and process, blocks that it computes.
-        counts: for each deal and process, how many tiles it needs of each process.
+        owned, need: (deals, size, tiles + 1) float64, 1 for the tiles that a process has, and those of K and V that it
+            needs.
     """
     size, empty = len(tried[0]), len(listed) - 1
     most = max(tiles.shape[1] for tiles in tried)
     pad = torch.nn.functional.pad
     deals = torch.stack([t if t.shape[1] == most else pad(t, (0, most - t.shape[1]), value=empty) for t in tried])
     owned = listed.new_zeros(len(tried), size, empty + 1).scatter_(2, deals, 1.0)
-    need = torch.matmul(owned, listed).clamp_(max=1)
+    return owned, torch.matmul(owned, listed).clamp_(max=1)
+
+
+def numbers_of(owned: Tensor, need: Tensor, work: Tensor) -> tuple[list, list]:
+    """Count what needs_of returns. Synchronizes, once.
+
+    Args:
+        work: (tiles + 1,) float64, blocks of each row of tiles.
+
+    Returns:
+        loads: for each deal and process, blocks that it computes.
+        counts: for each deal and process, how many tiles it needs of each process.
+    """
     host = torch.cat([torch.matmul(owned, work)[..., None], torch.matmul(need, owned.mT)], 2).tolist()
-    return need, [[row[0] for row in deal] for deal in host], [[[*map(int, row[1:])] for row in deal] for deal in host]
+    return [[row[0] for row in deal] for deal in host], [[[*map(int, row[1:])] for row in deal] for deal in host]
+
+
+def counts_of(size: int, each: int, capacity: int) -> list[list[int]]:
+    """How many tiles each process gets of each with a capacity, all `each` of its own."""
+    return [[each if one == other else capacity for other in range(size)] for one in range(size)]
+
+
+def fill(need: Tensor, tiles: Tensor, given: Tensor) -> None:
+    """Add tiles that are not needed, the first ones first, until each process gets as many as given.
+
+    Args:
+        need: (size, tiles + 1) float64, see needs_of.
+        tiles: (size, tiles of one) int64.
+        given: (size, size), how many a process gets of each, see counts_of.
+    """
+    of_each = need[:, tiles]  # (size, size, tiles of one)
+    counts = of_each.sum(2)
+    check_fits(counts, given)
+    others = 1 - of_each
+    of_each += others * (others.cumsum(2) <= (given - counts)[..., None])
+    need.scatter_(1, tiles.flatten().expand(len(tiles), -1), of_each.flatten(1))
+
+
+def check_fits(needed: Tensor, given: Tensor) -> None:
+    """Check that each process gets the tiles that it needs of each, (size, size). On a GPU an assertion there, which
+    the host does not wait for.
+
+    Raises:
+        ValueError: on a CPU.
+    """
+    text = "plan_context_parallel: a process needs more tiles of another one than capacity"
+    if needed.is_cuda:
+        assert_on_gpu((needed <= given).all(), text)
+    elif (needed > given).any():
+        raise ValueError(f"{text}: {int((needed - given).amax())} more than {int(given.amin())}")
 
 
 def moves_of(need: Tensor, tiles: Tensor, rank: int, counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,8 @@
         needed     x  x  .  .  x  x  x  x  x  x  x  x        by tiles 2, 3, 8 and 9 of a causal mask
         buffer     2  3  8  9 | 0  1 | 4  5  6  7            its own, then what others send; 10 and 11 do not move
 
-The buffer holds whole tiles. The mask of a process has the blocks of its query tiles as rows
+The buffer holds whole tiles. With a capacity each process gets as many of each other one, and its buffer has all of its
+own, also tiles that its mask does not need. The mask of a process has the blocks of its query tiles as rows
 and those of the buffer as columns; its mask_mod gets positions in the whole sequence (AtPositions).
 """
 
@@ -44,7 +45,8 @@ class ContextParallelPlan:
         tiles: int64 (processes, tiles of one): the tiles of each process. Those from ceil(S / tile) on are empty.
         rank, size: this process, and how many there are.
         deal: how the tiles were dealt, see deal.py.
-        own: int64 (tiles,) on the mask's device: this process's tiles that its mask needs, by their place in its shard.
+        capacity: most tiles that a process gets of another one, the same number on all processes.
+        own: int64 (tiles,) on the mask's device: this process's tiles in its buffer, by their place in its shard.
         sends: int64 (tiles,): for each other process in turn, this process's tiles that go there, by their place.
         send_counts, receive_counts: how many tiles go to, and come from, each process, 0 for this one.
         buffer: int64 (tiles,): numbers in the whole sequence of the tiles in the buffer, first this process's own.
@@ -59,6 +61,7 @@ class ContextParallelPlan:
     rank: int
     size: int
     deal: str
+    capacity: int
     own: Tensor
     sends: Tensor
     send_counts: list[int]
@@ -115,7 +118,7 @@ class ContextParallelPlan:
         return torch.cat([*parts], dim).index_select(dim, order.to(parts[0].device))
 
     def moved_tiles(self) -> int:
-        """Tiles of K and V that this process receives from others. All of them are needed by its mask."""
+        """Tiles of K and V that this process receives from others. Without capacity, its mask needs all of them."""
         return sum(self.receive_counts)
 
     def moved_bytes(self, k: Tensor, v: Tensor) -> int:
@@ -161,6 +164,7 @@ def plan_context_parallel(
     window_size: Sequence[int | None] | None = None,
     cu_seqlens: Tensor | None = None,
     deal: str | ContextParallelPlan = "auto",
+    capacity: int | None = None,
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> ContextParallelPlan:
@@ -177,17 +181,23 @@ def plan_context_parallel(
             at 0 and never decrease. Tokens from the last entry to `length` are padding: fully masked, with rows of 0.
         deal: which tokens each process has: "contiguous", "head_tail" or "balanced", see deal.py; or "auto", the
             one of these whose slowest process is expected to take least time; or a plan, to deal the same tokens.
+        capacity: tiles of K and V, of max(mask.blocksize) tokens, that each process gets of each other one, whether it
+            needs them or not; None: those that it needs. With a capacity the host knows how much moves, so that masks
+            that are chosen anew for each step, on a GPU, are planned without waiting for it, also in a CUDA graph.
+            plan.capacity of a plan without one is the least that its mask needs; all tiles of a process are always
+            enough, and taken for more. It is the same on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
-    Synchronizes, to read cu_seqlens and which tiles move, with deal="auto" which deal is best, and with `check` the
-    hashes.
+    Synchronizes, to read cu_seqlens, which tiles move and which deal is best (without capacity), and the hashes (with
+    `check`). So plan_context_parallel(mask, mesh, deal="head_tail", capacity=n, check=False) does not.
 
     Raises:
         TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
-            on a device of the mesh.
+            on a device of the mesh; capacity with deal="auto", or less than the mask needs: on a GPU this is an
+            assertion there, as for an index out of bounds, so the next synchronization raises a RuntimeError.
         RuntimeError: the processes' masks differ, or, with `check`, another process raised an error of its arguments.
 
     Example:
@@ -208,32 +218,36 @@ def plan_context_parallel(
     error, arguments = None, (length, causal, window_size, cu_seqlens)
     try:
         mask = _mask_on(mesh.device_type, mask, *arguments, device)
-        _check_deal(mask, size, deal)
+        _check_deal(mask, size, deal, capacity)
     except Exception as caught:
         if not check:
             raise
         error = caught
     if check:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
-        check_equal(OP, mask, dealt, group, mesh.device_type, error)
-    plan = _planned(mask, size, deal, (rank,), group)[0]
+        check_equal(OP, mask, (*dealt, capacity), group, mesh.device_type, error)
+    plan = _planned(mask, size, deal, (rank,), group, capacity)[0]
     if check and size > 1:
         UNCOMPARED.add(plan)
     return plan
 
 
-def plans(mask, size: int, deal="auto", ranks: Sequence[int] | None = None) -> list[ContextParallelPlan]:
+def plans(
+    mask, size: int, deal="auto", ranks: Sequence[int] | None = None, capacity: int | None = None
+) -> list[ContextParallelPlan]:
     """The plans of `size` processes, or of some of them, without any: to simulate them on one device.
 
     Example:
         >>> parts = [attend(plan) for plan in plans(mask, 4)]        # tests/attention/test_distributed.py
     """
-    return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None)
+    return _planned(_block_mask(mask), size, deal, range(size) if ranks is None else ranks, None, capacity)
 
 
 @torch.inference_mode(False)  # torch.compile saves tensors of a plan for backward
-def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group) -> list[ContextParallelPlan]:
-    _check_deal(mask, size, deal)
+def _planned(
+    mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group, capacity: int | None
+) -> list[ContextParallelPlan]:
+    _check_deal(mask, size, deal, capacity)
     length, tile = mask.lengths[0], max(mask.blocksize)
     known = None
     if isinstance(deal, ContextParallelPlan):
@@ -243,11 +257,13 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
         names = [*dealing.DEALS] if deal == "auto" else [deal]
         total = max(dealing.padded(-(-length // tile), size, name) for name in names)
     by = moves.ByKernels if kernels.supports(mask, total, size) else moves.ByTorch
-    deals = by(mask, tile, size, names, total, known)
-    blocks = mask.batch * mask.heads * tile**2 // (mask.blocksize[0] * mask.blocksize[1])  # of a tile
-    costs = [dealing.cost(*pair, blocks) for pair in zip(deals.loads, deals.counts, strict=True)]
-    chosen = dealing.best(costs)
+    deals = by(mask, tile, size, names, total, known, None if capacity is None else min(capacity, total // size))
+    chosen = 0
+    if len(names) > 1:
+        blocks = mask.batch * mask.heads * tile**2 // (mask.blocksize[0] * mask.blocksize[1])  # of a tile
+        chosen = dealing.best([dealing.cost(*pair, blocks) for pair in zip(deals.loads, deals.counts, strict=True)])
     tiles, rows = deals.tiles[chosen], deals.counts[chosen]
+    most = max((n for one, row in enumerate(rows) for other, n in enumerate(row) if one != other), default=0)
     ragged = tiles.numel() * tile != length
     made = []
     for rank in ranks:
@@ -260,12 +276,12 @@ def _planned(mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks,
         lengths = tiles.shape[1] * tile, len(buffer) * tile
         local = BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
         moved = own, sends, sent, received, buffer, numbers
-        made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], *moved, local, group))
+        made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], most, *moved, local, group))
     return made
 
 
-def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> None:
-    """Reject a mask that is not square, and an unknown deal or one of other tokens."""
+def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, capacity: int | None) -> None:
+    """Reject a mask that is not square, an unknown deal or one of other tokens, and a wrong capacity."""
     length, columns = mask.lengths
     if length != columns:
         raise ValueError(f"{OP}: the mask must have as many queries as keys, got lengths {mask.lengths}")
@@ -275,6 +291,15 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan) -> 
             raise ValueError(f"{OP}: deal must be a plan of {length} tokens in tiles of {tile}, got {deal!r}")
     elif deal not in ("auto", *dealing.DEALS):
         raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
+    if capacity is None:
+        return
+    if not isinstance(capacity, int) or isinstance(capacity, bool):
+        raise TypeError(f"{OP}: capacity must be a number of tiles or None, got {capacity!r}")
+    if capacity < 0:
+        raise ValueError(f"{OP}: capacity must not be negative, got {capacity}")
+    if deal == "auto":
+        known = ", ".join(map(repr, dealing.DEALS))
+        raise ValueError(f"{OP}: with capacity, deal must be a plan or one of {known}; 'auto' reads which one is best")
 
 
 @torch.inference_mode(False)

@@ -203,6 +203,56 @@ class Inner(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=True)
 
 
+def with_a_capacity(device):
+    """Plans that do not wait give the same result, and each replay of a CUDA graph plans anew."""
+    *tensors, dout = qkv(device)
+    mesh = mesh_of(device)
+    for number, (mask, arguments) in enumerate(masks(device)):
+        exact = plan_context_parallel(mesh=mesh, **arguments)
+        arguments["deal"], capacity = exact, exact.tiles.shape[1]
+        plan = plan_context_parallel(mesh=mesh, **arguments, capacity=capacity)
+        assert plan.moved_tiles() == capacity * (plan.size - 1) >= exact.moved_tiles()
+        compare_whole(plan, attend(plan, *tensors, dout), tensors, dout, mask, f"mask {number}")
+        if device.type == "cpu" and exact.size > 1:
+            with pytest.raises(ValueError, match="needs more tiles of another one than capacity"):
+                plan_context_parallel(mesh=mesh, **arguments, capacity=0)
+
+    scores = torch.zeros(8, 8, device=device)
+    leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+    local_dout = plan.shard(dout, 2)
+
+    def chosen():
+        return patterns.top_k(scores, 2, lengths=(LENGTH, LENGTH))
+
+    def step():
+        anew = plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity, check=False)
+        out = context_parallel_attention(*leaves, anew, deterministic=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, local_dout)
+
+    run = step
+    if device.type == "cuda":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+
+        def run():
+            graph.replay()
+            return results
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        scores.copy_(torch.rand(8, 8, device="cpu"))
+        found = [t.clone() for t in run()]
+        compare_whole(plan, found, tensors, dout, chosen(), f"scores {seed}")
+        for a, b in zip(found, step(), strict=True):
+            assert torch.equal(a, b)
+
+
 def parallel_style(device):
     """A module whose forward is attention, and its copy, with tensors and DTensors."""
     *tensors, dout = qkv(device)
@@ -406,6 +456,7 @@ CHECKS = [
     score_functions,
     checkpointing_and_compile,
     selective_checkpointing,
+    with_a_capacity,
     parallel_style,
     under_autocast,
     different_masks_are_refused,

@@ -1,7 +1,10 @@
 """Context-parallel attention: in 2 and 4 processes with gloo, and with the processes simulated on one device."""
 
 import functools
+import subprocess
+import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import attention, block_sparse_attention, create_block_mask, patterns
 from attention.distributed import deal as dealing
+from attention.distributed import moves
 from attention.distributed.ops import ScoreAtPositions
 from attention.distributed.plan import plans
 
@@ -58,9 +62,9 @@ def qkv(length, seed=0):
     return make(1, 2, length, 64), make(1, 1, length, 64), make(1, 1, length, 64)
 
 
-def simulated(mask, q, k, v, size, deal, score_mod=None):
+def simulated(mask, q, k, v, size, deal, score_mod=None, capacity=None):
     """Attention of `size` processes, of tensors that hold all tokens; with gradients."""
-    made = plans(mask, size, deal)
+    made = plans(mask, size, deal, capacity=capacity)
     parts = []
     for plan in made:
         columns = (plan.buffer[:, None] * plan.tile + torch.arange(plan.tile)).flatten()
@@ -149,6 +153,41 @@ def test_only_needed_tiles_move():
         assert (plan.mask.tables()[0] | plan.mask.tables()[1]).any(2).all()
 
 
+@pytest.mark.parametrize("deal", dealing.DEALS)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_capacity(name, size, deal):
+    """Each process gets as many tiles of each other, the needed ones among them, and attention is the same."""
+    mask = MASKS[name]()
+    exact = plans(mask, size, deal)
+    each, needed = exact[0].tiles.shape[1], exact[0].capacity
+    assert needed == max(max(plan.receive_counts) for plan in exact)
+    for capacity in {needed, each, each + 5}:
+        made = plans(mask, size, deal, capacity=capacity)
+        for plan, other in zip(made, exact, strict=True):
+            moved = [min(capacity, each) * (rank != plan.rank) for rank in range(size)]
+            assert plan.capacity == max(moved)
+            assert plan.receive_counts == plan.send_counts == moved and torch.equal(plan.tiles, other.tiles)
+            begin = each
+            for rank, count in enumerate(moved):
+                tiles = plan.tiles[plan.rank] if rank == plan.rank else plan.buffer[begin : begin + count]
+                begin += count
+                assert set(other.buffer.tolist()) & set(plan.tiles[rank].tolist()) <= set(tiles.tolist())
+                assert (tiles.diff() > 0).all()
+            for rank, places in enumerate(plan.sends.split(plan.send_counts)):
+                receiver = made[rank]
+                before = each + sum(receiver.receive_counts[: plan.rank])
+                there = receiver.buffer[before : before + len(places)]
+                assert rank == plan.rank or torch.equal(plan.tiles[plan.rank][places], there)
+    tensors = qkv(mask.lengths[0])
+    whole = block_sparse_attention(*tensors, mask)
+    found = simulated(mask, *tensors, size, deal, capacity=needed)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    if needed:
+        with pytest.raises(ValueError, match=f"more tiles of another one than capacity: 1 more than {needed - 1}"):
+            plans(mask, size, deal, capacity=needed - 1)
+
+
 class Launches(TorchDispatchMode):
     """Count the operations that launch a kernel on a GPU, and refuse those that wait for one."""
 
@@ -171,18 +210,42 @@ def test_a_plan_launches_few_kernels(deal, most):
     assert launches.count <= most
 
 
+@pytest.mark.parametrize("deal", [*dealing.DEALS, "plan"])
+def test_a_plan_with_a_capacity_does_not_wait(deal):
+    """By torch operations, but for the check, which is an assertion on a GPU."""
+    mask = patterns.causal((16384, 16384))
+    deal = plans(mask, 4)[0] if deal == "plan" else deal
+    with mock.patch.object(moves, "check_fits") as check, Launches():
+        plans(mask, 4, deal, ranks=(1,), capacity=32)
+    check.assert_called_once()
+
+
 @pytest.mark.gpu
-def test_a_plan_waits_once():
+@pytest.mark.parametrize(("terms", "waits"), [({}, 1), ({"deal": "head_tail", "capacity": 32}, 0)])
+@pytest.mark.parametrize("by", ["kernels", "torch"])
+def test_how_often_a_plan_waits(by, terms, waits):
     mask = patterns.causal((16384, 16384), device="cuda")
-    plans(mask, 4, ranks=(1,))
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            plans(mask, 4, ranks=(1,))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing" in str(warning.message) for warning in found) == 1
+    with mock.patch.object(moves.kernels, "supports", lambda *_: by == "kernels"):
+        plans(mask, 4, ranks=(1,), **terms)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                plans(mask, 4, ranks=(1,), **terms)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(warning.message) for warning in found) == waits
+
+
+@pytest.mark.gpu
+def test_a_capacity_that_is_too_small_is_an_assertion():
+    code = (
+        "import torch; from attention import patterns; from attention.distributed.plan import plans; "
+        "plans(patterns.causal((1024, 1024), device='cuda'), 2, 'contiguous', capacity=3); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode and "needs more tiles of another one than capacity" in done.stderr
+    assert "device-side assert" in done.stderr
 
 
 def test_dense_attention_agrees():
@@ -197,6 +260,14 @@ def test_errors():
         plans(patterns.causal((128, 256)), 2)
     with pytest.raises(ValueError, match="deal must be 'auto' or one of 'contiguous'"):
         plans(patterns.causal((128, 128)), 2, "zigzag")
+    for kind, text, capacity, deal in (
+        (TypeError, "capacity must be a number of tiles or None, got True", True, "balanced"),
+        (TypeError, "capacity must be a number of tiles or None, got 2.0", 2.0, "balanced"),
+        (ValueError, "capacity must not be negative, got -1", -1, "balanced"),
+        (ValueError, "with capacity, deal must be a plan or one of 'contiguous'", 2, "auto"),
+    ):
+        with pytest.raises(kind, match=text):
+            plans(patterns.causal((128, 128)), 2, deal, capacity=capacity)
     with pytest.raises(TypeError, match="mask must be a BlockMask"):
         plans(torch.ones(2, 2, dtype=torch.bool), 2)
     with pytest.raises(TypeError, match=r"make one with attention.create_block_mask .* or BlockMask.from_blocks"):

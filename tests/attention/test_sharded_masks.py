@@ -53,6 +53,20 @@ def test_plans(where, name, size):
     agree(where, MASKS["nothing"](), 2, plans(MASKS["causal, whole tiles"](), 2, "balanced")[0])
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("name", MASKS)
+@WHERE
+def test_a_capacity(where, name, size):
+    mask = MASKS[name]()
+    for deal in (*dealing.DEALS, plans(mask, size)[0]):
+        needed = plans(mask, size, deal)[0].capacity
+        for capacity in (needed, needed + 1):
+            agree(where, mask, size, deal, capacity=capacity)
+    if needed and where != "cuda":  # an assertion on a GPU
+        with pytest.raises(ValueError, match=f"than capacity: 1 more than {needed - 1}"):
+            by_kernels(where, mask, size, deal, capacity=needed - 1)
+
+
 @pytest.mark.parametrize("size", [6, 7, 12])
 @WHERE
 def test_many_tiles(where, size):
@@ -61,6 +75,10 @@ def test_many_tiles(where, size):
     rows = torch.rand(600, 1) ** 3
     mask = patterns.BlockMask.from_blocks(torch.rand(600, 600) < rows)
     agree(where, mask, size, "balanced", ranks=(0, size - 1))
+    sparse = patterns.BlockMask.from_blocks(torch.rand(600, 600) < 0.001 * size)
+    capacity = plans(sparse, size, "balanced")[0].capacity
+    assert capacity < 600 // size
+    agree(where, sparse, size, "balanced", ranks=(0, size - 1), capacity=capacity)
 
 
 @WHERE
@@ -88,16 +106,19 @@ def test_entries_that_are_no_block(where):
                 assert torch.equal(mine.tiles, true.tiles) and torch.equal(mine.buffer, true.buffer)
 
 
-@pytest.mark.parametrize(("deal", "most"), [("auto", 4), ("head_tail", 4), ("plan", 7)])
+@pytest.mark.parametrize(
+    ("deal", "capacity", "most"), [("auto", None, 4), ("head_tail", None, 4), ("plan", None, 7), ("head_tail", 32, 6)]
+)
 @needs_compiler
-def test_launches(deal, most):
-    """Three kernels, a copy to the host, and for the tiles of another plan three operations."""
+def test_launches(deal, capacity, most):
+    """Three kernels, a copy to the host, and for the tiles of another plan three operations. With a capacity three
+    operations in place of the copy: comparison, all(), assertion."""
     mask = patterns.causal((16384, 16384))
     if deal == "plan":
         deal = plans(mask, 4)[0]
     real = dispatch.families.function_for
     with on_emulator("sm_90"):
-        plans(mask, 4, deal, ranks=(1,))  # constants
+        plans(mask, 4, deal, ranks=(1,), capacity=capacity)  # constants
         with Launches() as launches:
 
             def counted(facts):
@@ -105,8 +126,10 @@ def test_launches(deal, most):
                 return real(facts)
 
             with mock.patch.object(dispatch.families, "function_for", counted):
-                plans(mask, 4, deal, ranks=(1,))
-    assert launches.count + 1 <= most  # tolist() is a copy on a GPU
+                check = mock.patch.object(moves, "check_fits", wraps=lambda *_: None)
+                with check if capacity else contextlib.nullcontext():
+                    plans(mask, 4, deal, ranks=(1,), capacity=capacity)
+    assert launches.count + (3 if capacity else 1) <= most  # tolist() is a copy on a GPU
 
 
 def test_supports():

@@ -19,8 +19,8 @@ class Dealt(NamedTuple):
     """Some deals of a mask's tiles to processes.
 
     tiles: (deals, tiles) int64, the tiles of each process in turn, ascending. Unless a deal has all, others follow.
-    places: (deals, size, tiles) int32, the place of each tile in the buffer of a process, -1 if it needs it not.
-    counts: (deals, size, 1 + size) int32, the blocks of a process, and how many tiles it needs of each.
+    places: (deals, size, tiles) int32, the place of each tile in the buffer of a process, -1 if it does not get it.
+    counts: (deals, size, 1 + size) int32, the blocks of a process, and how many tiles it gets of each.
     """
 
     tiles: Tensor
@@ -46,7 +46,9 @@ def supports(mask: BlockMask, tiles: int, size: int) -> bool:
     return plans_kernel(mask.device) and 0 < tiles <= MOST_TILES and limits
 
 
-def dealt(mask: BlockMask, tile: int, owners: Tensor, cuts: Tensor, order: Tensor, balanced: int, piece: int) -> Dealt:
+def dealt(
+    mask: BlockMask, tile: int, owners: Tensor, cuts: Tensor, order: Tensor, balanced: int, piece: int, capacity: int
+) -> Dealt:
     """Deal the tiles of a mask, and count what the processes need of each other. Does not synchronize.
 
     Args:
@@ -54,6 +56,8 @@ def dealt(mask: BlockMask, tile: int, owners: Tensor, cuts: Tensor, order: Tenso
         cuts: (cuts, 3) int32, see distributed.deal.cuts_of.
         order: (size,) int32, the processes that have the pieces that are cut.
         balanced, piece: the deal that is computed by these cuts, or -1, and its tiles of a process.
+        capacity: tiles that a process gets of each other, whether it needs them or not, but all that it needs; or -1,
+            those that it needs.
     """
     deals, total = owners.shape
     size = len(order)
@@ -64,7 +68,8 @@ def dealt(mask: BlockMask, tile: int, owners: Tensor, cuts: Tensor, order: Tenso
     function(mask.lists(), bits, work, tile // mask.blocksize[0], tile // mask.blocksize[1], mask.n_block_cols)
     tiles = empty(deals, total, dtype=torch.int64)
     deals_made = Dealt(tiles, empty(deals, size, total), empty(deals, size, 1 + size))
-    families.function_for(ShardFacts(arch, "deals"))(bits, work, owners, cuts, order, *deals_made, balanced, piece)
+    function = families.function_for(ShardFacts(arch, "deals"))
+    function(bits, work, owners, cuts, order, *deals_made, balanced, piece, capacity)
     return deals_made
 
 

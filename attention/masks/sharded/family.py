@@ -8,7 +8,7 @@ from .config import FAMILY, SMEM, ShardFacts
 
 LISTS = (3, 4, 3, 4)  # ranks of a BlockMask's tensors
 TENSORS = {"rows": (2, 1), "deals": (2, 1, 2, 2, 1, 2, 3, 3), "lists": (2, 2, 2, 1, 1, 1, 4, 5)}
-NUMBERS = {"rows": 3, "deals": 2, "lists": 5}
+NUMBERS = {"rows": 3, "deals": 3, "lists": 5}
 WIDE = {"deals": (5,), "lists": (0, 3)}  # tensors of int64
 
 

@@ -5,7 +5,8 @@ MarkTiles: a CTA for each row of tiles makes a bitmap of the tiles that it has b
 DealTiles: a CTA for each deal and process. It makes bitmaps of each process's tiles, and of the tiles that its own one
 needs: the bits of its rows, together. The place of a tile in a buffer is the number of bits before it. `balanced` is
 computed first, as by distributed.deal: a cut is a prefix sum of the work along a ring of tiles, and the window of it
-that comes closest to its share.
+that comes closest to its share. With a capacity, needs are filled: tiles that are not needed are added, the first ones
+first, until a process gets as many of each other, and all of its own.
 """
 
 import cuda.bindings.driver as cuda
@@ -95,16 +96,17 @@ class DealTiles:
         counts: cute.Tensor,  # (deals, size, 1 + size) int32: work of a process, and tiles it needs of each
         balanced: Int32,  # the deal that is computed, or -1
         piece: Int32,  # its tiles of a process
+        capacity: Int32,  # tiles that a process gets of each other, at most those of one, or -1: those that it needs
         stream: cuda.CUstream,
     ):
-        self.kernel(bits, work, owners, cuts, order, tiles, places, counts, balanced, piece).launch(
+        self.kernel(bits, work, owners, cuts, order, tiles, places, counts, balanced, piece, capacity).launch(
             grid=(counts.shape[0] * counts.shape[1], 1, 1), block=(DEAL_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, bits: cute.Tensor, work: cute.Tensor, owners: cute.Tensor, cuts: cute.Tensor, order: cute.Tensor,
-        tiles: cute.Tensor, places: cute.Tensor, counts: cute.Tensor, balanced: Int32, piece: Int32,
+        tiles: cute.Tensor, places: cute.Tensor, counts: cute.Tensor, balanced: Int32, piece: Int32, capacity: Int32,
     ):  # fmt: skip
         tidx, number = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
@@ -165,6 +167,17 @@ class DealTiles:
         for q in cutlass.range(tidx, size, DEAL_THREADS, unroll=1):
             sTheirs = cute.make_tensor(sOwned.iterator + q * words, cute.make_layout(WORDS))
             count = ones(sTheirs, sNeed, words)
+            if capacity >= 0:
+                wanted, w = capacity, Int32(0)
+                if q == p:
+                    wanted = each
+                while (count < wanted) & (w < words):
+                    free = sTheirs[w] & (sNeed[w] ^ -1)
+                    while (count < wanted) & (free != 0):
+                        cute.arch.atomic_or(sNeed.iterator + w, free & -free)
+                        free = free & (free - 1)
+                        count = count + 1
+                    w = w + 1
             sCounts[q] = count
             counts[d, p, 1 + q] = count
         if tidx == 0:

@@ -57,6 +57,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
     "any_autocast",
+    "assert_on_gpu",
     "compiled_with_cuda_graphs",
     "constant_variable",
     "count_flops",
@@ -229,6 +230,11 @@ current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # () -> index
 empty_on_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 # (tuple of tensors): counts a write to each, but for those of inference mode. 0.1 us; torch.autograd.graph's takes 0.3
 increment_version = torch._C._increment_version
+
+
+def assert_on_gpu(true: Tensor, text: str) -> None:
+    """Assert on the GPU that a bool tensor of one element is True, without waiting for it."""
+    torch._assert_async(true, text)
 
 
 def compiled_with_cuda_graphs() -> bool:
