@@ -337,6 +337,7 @@ def of_sharded_masks(path: str) -> None:
         return
     for name in ("causal", "window", "per head, small blocks", "tall blocks"):
         sharded.test_plans(DEVICE, name, 3)
+        sharded.test_a_capacity(DEVICE, name, 3)
     sharded.test_many_tiles(DEVICE, 6)
 
 

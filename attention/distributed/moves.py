@@ -48,7 +48,7 @@ class ByTorch:
             self.loads, self.counts = numbers_of(owned, self.need, work)
         else:
             self.loads, self.counts = [], [counts_of(size, total // size, capacity)]
-            fill(self.need[0], self.tiles[0], torch.tensor(self.counts[0], device=work.device))
+            fill(self.need[0], self.tiles[0], capacity)
 
     def moves(self, deal: int, rank: int) -> Moves:
         """Moves of a process by one of the deals. Does not synchronize."""
@@ -169,20 +169,20 @@ def numbers_of(owned: Tensor, need: Tensor, work: Tensor) -> tuple[list, list]:
 
 
 def counts_of(size: int, each: int, capacity: int) -> list[list[int]]:
-    """How many tiles each process gets of each with a capacity, all `each` of its own."""
+    """Numbers of tiles that each process gets of each with a capacity: of its own all `each`."""
     return [[each if one == other else capacity for other in range(size)] for one in range(size)]
 
 
-def fill(need: Tensor, tiles: Tensor, given: Tensor) -> None:
-    """Add tiles that are not needed, the first ones first, until each process gets as many as given.
+def fill(need: Tensor, tiles: Tensor, capacity: int) -> None:
+    """Add tiles that are not needed, the first ones first, until each process gets as many as counts_of says.
 
     Args:
         need: (size, tiles + 1) float64, see needs_of.
         tiles: (size, tiles of one) int64.
-        given: (size, size), how many a process gets of each, see counts_of.
     """
     of_each = need[:, tiles]  # (size, size, tiles of one)
     counts = of_each.sum(2)
+    given = torch.full_like(counts, capacity).fill_diagonal_(tiles.shape[1])
     check_fits(counts, given)
     others = 1 - of_each
     of_each += others * (others.cumsum(2) <= (given - counts)[..., None])
