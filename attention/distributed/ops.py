@@ -173,8 +173,8 @@ def context_parallel_attention(
     keep_kv, reduce_dtype, scale, softcap and whether a gradient is required must be the same on all: the first eager
     call with a plan compares them, which synchronizes; later calls do not. Calls that torch.compile traces or a CUDA
     graph captures are not compared, nor those with a plan that was made with check=False.
-    torch.compile traces it without graph breaks, and compiles it again for another plan. Under torch.autocast q, k and
-    v are cast as by attention.
+    torch.compile traces it without graph breaks, and compiles it again if other numbers of tiles move. Under
+    torch.autocast q, k and v are cast as by attention.
 
     Raises:
         TypeError, ValueError: see block_sparse_attention; or L is not that of the plan, or score_mod indexes a tensor
