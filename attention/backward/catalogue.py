@@ -1,7 +1,7 @@
 """The catalogue of backward kernels: the facts that ops can request, so that tools and tests need no tensors."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from ..forward.catalogue import ALL_FEATURES, BLOCKSIZES, MASKS, SCORES
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import HEAD_DIMS, WIDE
 from ..masks.element_mask import ElementMask, for_kernel, trace_mask
+from ..masks.mask_mods import AtPositions, Band
 from ..selected.blocks import SIDE, SelectedBlocks, mask_of
 from .config import BackwardFacts
 from .heuristics import pick
@@ -34,6 +35,9 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
             plain = BackwardFacts(spec.target, path, None, "bfloat16", dim, dim)
             if first:
                 yield pick(plain)
+            if path == "sm_90" and dim <= ALL_FEATURES:
+                kinds = [BlockKind(128, 128, band) for band in bands()]
+                yield from (pick(replace(plain, blocks=kind, deterministic=d)) for kind in kinds for d in (False, True))
             if first or dim in (ALL_FEATURES, 256):
                 yield pick(replace(plain, window=BOTH, softcap=True))
                 blocks = BlockKind(*BLOCKSIZES[turn % len(BLOCKSIZES)], MASKS["tensors"])
@@ -70,6 +74,17 @@ def split_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
     yield pick(replace(split, window=causal, score=SCORES["bias"], score_sums=(0,)))
     yield pick(replace(split, blocks=BlockKind(128, 128, MASKS["tensors"])))
     yield from (pick(replace(split, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
+    for band in bands():
+        yield pick(replace(split, blocks=BlockKind(128, 128, band)))
+
+
+def bands() -> Iterator[ElementMask]:
+    """The causal mask, and windows of shards: whole tiles, and tiles that extend past the sequence."""
+    cpu = torch.device("cpu")
+    q_tiles, k_tiles = (torch.zeros(1, dtype=torch.int32, device=cpu) for _ in range(2))
+    masks: list[Callable] = [Band(None, 0)]
+    masks += (AtPositions(Band(100, 0), q_tiles, k_tiles, 128, length) for length in (None, 1000))
+    yield from (for_kernel(trace_mask(mask, cpu))[0] for mask in masks)
 
 
 def selected_kernels(spec: ArchSpec) -> Iterator[BackwardFacts]:

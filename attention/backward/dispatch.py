@@ -31,7 +31,7 @@ from ..plan import gradient_of, path_of, scalars_of, view_of
 from ..positions import check_offsets
 from ..selected.blocks import SIDE, has_members
 from . import family
-from .config import PREPARE_WARPS, BackwardFacts
+from .config import PREPARE_WARPS, AheadConfig, BackwardFacts
 from .heuristics import pick
 from .items import MOST_MEMORY, heads_of_an_item, parts_layout
 from .ranges import items_of, rows_of_a_range
@@ -139,7 +139,8 @@ def backward(
     rows, dq_accum, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order: tuple = (turns,)
     if plan.facts.path == "sm_90":
-        order = *order, zeros(device, 1, torch.int32), plan.item_heads if plan.kv_parts else None  # the tile counter
+        # the tile counter
+        order = *order, zeros(device, 1, torch.int32), plan.item_heads if plan.facts.split_heads else None
     blocks = None
     if mask is not None:
         if plan.facts.ranges:
@@ -208,8 +209,11 @@ def plan_backward(
         tiles = -(-columns // facts.config.tile_n) * k.shape[1]
         fewest = -(-columns * (facts.head_dim + facts.head_dim_v) // (MOST_MEMORY * rows * facts.head_dim))
         plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms, fewest)
+        split = pick(replace(facts, split_heads=True, grad_dtype=None))
+        # FP32 gradients are the only part of items that have all heads.
+        if plan.item_heads < per_head or grad_dtype and isinstance(split.config, AheadConfig):
+            facts = split
         if plan.item_heads < per_head:
-            facts = pick(replace(facts, split_heads=True, grad_dtype=None))
             items = k.shape[1] * (per_head // plan.item_heads)
             plan.kv_parts = parts_layout(k, items), parts_layout(v, items)
     plan.facts = facts
@@ -246,7 +250,7 @@ def plan_backward(
     plan.prepare = function_for(family.prepare_of(facts, lse_gradient, sinks))
     plan.function = function_for(facts)
     plan.convert = function_for(family.convert_of(facts, None if dq_dtype is None else NAMES[dq_dtype]))
-    if facts.split_heads:
+    if plan.kv_parts:
         plan.combine = function_for(family.combine_of(facts, None if grad_dtype is None else NAMES[grad_dtype]))
     return plan
 

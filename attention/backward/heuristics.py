@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..forward.heuristics import HEAD_DIMS
+from ..masks.bands import is_band
 from .config import AheadConfig, BackwardConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
 
-# By the larger of the two head dimensions: prefetched scores. A mask_mod that reads tensors needs too many registers.
+# By the larger of the two head dimensions: prefetched scores, see has_registers_ahead.
 SM_90_AHEAD = {
     64: AheadConfig(128, 128, 2, 2, stages_q=3),
     96: AheadConfig(64, 128, 2, 2, stages_q=3),
@@ -72,14 +73,19 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
     """True if registers suffice to prefetch scores.
 
     They do not with a score_mod, nor with an element mask that reads tensors or is combined with a softcap, unless it
-    is a mask of selected blocks (members.py). At head dimension 128 they do not with any other element mask, a softcap,
-    or FP32 gradients, which are not packed before the last WGMMAs. FP32 parts (items.py) are stored earlier.
+    is a mask of selected blocks (members.py), or a band without offsets. At head dimension 128 they do not with any
+    other element mask, a softcap, or FP32 gradients, which are not packed before the last WGMMAs. FP32 parts (items.py)
+    are stored earlier.
     """
     if facts.score is not None:
         return False
     wide = max(facts.head_dim, facts.head_dim_v) == 128
+    if wide and (facts.softcap or facts.grad_dtype):
+        return False
     if facts.blocks is None or facts.blocks.mask is None or facts.members:
-        return not (wide and (facts.softcap or facts.grad_dtype))
+        return True
+    if is_band(facts.blocks.mask.program) and not facts.offsets:
+        return not facts.softcap
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
 
 
@@ -106,7 +112,8 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:
         configs += tiles[dim].variants(facts.deterministic)
-    if (facts.grad_dtype or facts.members) and dim == 128:  # with several dQ buffers they spill
+    # With several dQ buffers these spill.
+    if (facts.grad_dtype or facts.members) and dim == 128 or facts.deterministic and mask is not None:
         configs = [config for config in configs if getattr(config, "sums", 1) == 1]
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80

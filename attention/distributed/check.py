@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.runtime.derived import captured
-from cute_kernels.runtime.torch_compat import in_graph_trace
+from cute_kernels.runtime.torch_compat import assert_on_gpu, in_graph_trace
 from sparse_collective.nn.shards import reasons
 
 from ..masks.block_mask import BlockMask
@@ -48,6 +48,26 @@ def check_equal(
         raise RuntimeError(
             f"{op}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
         )
+
+
+def check_moves(op: str, plan: Any) -> None:
+    """Compare the tiles that the processes send with those that others expect of them, of plans with one capacity. On a
+    GPU by an assertion there, which the host does not wait for.
+
+    Raises:
+        RuntimeError: on a CPU, in each process that would get others.
+    """
+    import torch.distributed as dist
+
+    expected = plan.buffer[len(plan.own) :]
+    arrived = torch.empty_like(expected)
+    sent = plan.tiles[plan.rank].index_select(0, plan.sends)
+    dist.all_to_all_single(arrived, sent, plan.receive_counts, plan.send_counts, group=plan.group)
+    same, text = (arrived == expected).all(), f"{op}: the processes' masks differ; all must plan the same mask"
+    if same.is_cuda:
+        assert_on_gpu(same, text)
+    elif not same:
+        raise RuntimeError(text)
 
 
 def awaits_comparison(plan: Any) -> bool:

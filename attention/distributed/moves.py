@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.derived import Derived
-from cute_kernels.runtime.torch_compat import assert_on_gpu
+from cute_kernels.runtime.derived import Derived, captured
+from cute_kernels.runtime.torch_compat import assert_on_gpu, in_graph_trace
 
 from ..masks import block_lists
 from ..masks.block_mask import BlockMask
@@ -27,7 +27,7 @@ CONSTANTS = Derived()  # owners, cuts and order of sharded.dispatch
 
 
 class ByTorch:
-    """The deals that are tried, by torch operations. Synchronizes, once; with a capacity not.
+    """The deals that are tried, by torch operations. Synchronizes once; with a capacity it does not synchronize.
 
     Attributes:
         tiles: for each deal, int64 (size, tiles of one), ascending.
@@ -80,13 +80,15 @@ class ByKernels:
                 if name != "balanced":
                     dealt = dealing.dealt(torch.zeros(count, device="cpu"), size, name)
                     row[: dealt.numel()] = dealt.flatten().argsort() // dealt.shape[1]
-            given = torch.tensor(given_counts or [], device="cpu")
-            tables = owners, cuts.view(-1, 3), order, given
-            return tuple(table.int().to(device) for table in tables)
+            return tuple(table.int().to(device) for table in (owners, cuts.view(-1, 3), order))
 
-        given_counts = None if capacity is None else counts_of(size, total // size, capacity)
-        key = device, count, size, total, capacity, *names
-        owners, cuts, order, given = CONSTANTS.get(key, mask.kv_num_blocks, make, tuple)
+        key = device, count, size, total, *names
+        if captured(mask.kv_num_blocks) and key not in CONSTANTS.kept:
+            raise RuntimeError(
+                "plan_context_parallel: before a CUDA graph captures it, plan once with this deal and these numbers of "
+                "tokens and processes"
+            )
+        owners, cuts, order = CONSTANTS.get(key, mask.kv_num_blocks, make, tuple)
         if tiles is not None:
             owners = (tiles.flatten().argsort() // tiles.shape[1]).int()[None]
         balanced = names.index("balanced") if "balanced" in names else -1
@@ -94,9 +96,10 @@ class ByKernels:
         self.dealt = kernels.dealt(mask, tile, owners, cuts, order, balanced, piece, most)
         lengths = [dealing.padded(count, size, name) for name in names] if tiles is None else [total]
         self.tiles = [row[:n].view(size, -1) for row, n in zip(self.dealt.tiles, lengths, strict=True)]
-        if given_counts:
-            self.loads, self.counts = [], [given_counts]
-            check_fits(self.dealt.counts[0, :, 1:], given)
+        if capacity is not None:
+            self.loads, self.counts = [], [counts_of(size, total // size, capacity)]
+            counts = self.dealt.counts[0, :, 1:]  # each at least as large as in self.counts
+            check_fits(counts.sum() <= size * (total // size + (size - 1) * capacity), counts)
             return
         host = self.dealt.counts.tolist()  # what follows, the GPU waits for
         self.loads = [[row[0] for row in deal] for deal in host]
@@ -182,32 +185,38 @@ def fill(need: Tensor, tiles: Tensor, capacity: int) -> None:
     """
     of_each = need[:, tiles]  # (size, size, tiles of one)
     counts = of_each.sum(2)
-    given = torch.full_like(counts, capacity).fill_diagonal_(tiles.shape[1])
-    check_fits(counts, given)
-    others = 1 - of_each
-    of_each += others * (others.cumsum(2) <= (given - counts)[..., None])
+    sizes = torch.full_like(counts, capacity).fill_diagonal_(tiles.shape[1])
+    check_fits((counts <= sizes).all(), counts)
+    free = 1 - of_each
+    of_each += free * (free.int().cumsum(2) <= (sizes - counts)[..., None])
     need.scatter_(1, tiles.flatten().expand(len(tiles), -1), of_each.flatten(1))
 
 
-def check_fits(needed: Tensor, given: Tensor) -> None:
-    """Check that each process gets the tiles that it needs of each, (size, size). On a GPU an assertion there, which
-    the host does not wait for.
+def check_fits(fits: Tensor, counts: Tensor) -> None:
+    """Check that each process gets the tiles that it needs of each other. On a GPU by an assertion there, which the
+    host does not wait for.
+
+    Args:
+        fits: bool tensor of one element.
+        counts: (size, size), how many tiles each process needs, or gets if that is more, of each.
 
     Raises:
         ValueError: on a CPU.
     """
-    text = "plan_context_parallel: a process needs more tiles of another one than capacity"
-    if needed.is_cuda:
-        assert_on_gpu((needed <= given).all(), text)
-    elif (needed > given).any():
-        raise ValueError(f"{text}: {int((needed - given).amax())} more than {int(given.amin())}")
+    if fits.is_cuda:
+        assert_on_gpu(fits, "plan_context_parallel: a process needs more tiles of another one than capacity")
+    elif not in_graph_trace() and not fits:
+        needed = int(counts.clone().fill_diagonal_(0).amax())
+        raise ValueError(
+            f"plan_context_parallel: capacity must be at least {needed}, the most tiles that a process needs of another"
+        )
 
 
 def moves_of(need: Tensor, tiles: Tensor, rank: int, counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """(own, sends, buffer) of ContextParallelPlan, from the needs (size, tiles + 1) by this deal. Does not synchronize.
 
     Args:
-        counts: of needs_of.
+        counts: see numbers_of, or counts_of with a capacity.
     """
     order = torch.cat([tiles[rank], tiles[:rank].flatten(), tiles[rank + 1 :].flatten()])
     wanted = torch.nonzero_static(need[rank].index_select(0, order), size=sum(counts[rank]))[:, 0]

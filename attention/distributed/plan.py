@@ -27,7 +27,7 @@ from ..masks.mask_mods import AtPositions, Band
 from ..masks.sharded import dispatch as kernels
 from . import deal as dealing
 from . import moves
-from .check import UNCOMPARED, check_equal
+from .check import UNCOMPARED, check_equal, check_moves
 from .moves import blocks_of
 
 OP = "plan_context_parallel"
@@ -184,21 +184,25 @@ def plan_context_parallel(
         capacity: tiles of K and V, of max(mask.blocksize) tokens, that each process gets of each other one, whether it
             needs them or not; None: those that it needs. With a capacity the host knows how much moves, so that masks
             that are chosen anew for each step, on a GPU, are planned without waiting for it, also in a CUDA graph.
-            plan.capacity of a plan without one is the least that its mask needs; all tiles of a process are always
-            enough, and taken for more. It is the same on all processes.
+            plan.capacity of a plan without one is the least that its mask needs with its deal. All tiles of a process,
+            plan.tiles.shape[1], are always enough; larger values mean as many. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
-            The first call of context_parallel_attention with this plan compares its arguments. Equal on all processes.
+            The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
+            compares, without waiting, only which tiles move. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
-    Synchronizes, to read cu_seqlens, which tiles move and which deal is best (without capacity), and the hashes (with
-    `check`). So plan_context_parallel(mask, mesh, deal="head_tail", capacity=n, check=False) does not.
+    Synchronizes, to read cu_seqlens, which tiles move and which deal is best, and the hashes. With a mask and a
+    capacity it does not, but in the first call of its kind, which copies constants to the GPU and must precede a
+    capture.
 
     Raises:
         TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
-            on a device of the mesh; capacity with deal="auto", or less than the mask needs: on a GPU this is an
-            assertion there, as for an index out of bounds, so the next synchronization raises a RuntimeError.
-        RuntimeError: the processes' masks differ, or, with `check`, another process raised an error of its arguments.
+            on a device of the mesh; capacity with deal="auto"; on a CPU, capacity is less than the mask needs.
+        RuntimeError: with `check` and without capacity, the processes' masks differ, or another process raised an error
+            of its arguments. With a capacity it is raised by the next synchronization, since assertions on the GPU find
+            it, as an index out of bounds: the mask needs more tiles, or with `check` the masks of processes differ by
+            them.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,))
@@ -220,15 +224,18 @@ def plan_context_parallel(
         mask = _mask_on(mesh.device_type, mask, *arguments, device)
         _check_deal(mask, size, deal, capacity)
     except Exception as caught:
-        if not check:
+        if not check or capacity is not None:
             raise
         error = caught
-    if check:
+    if check and capacity is None:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
-        check_equal(OP, mask, (*dealt, capacity), group, mesh.device_type, error)
+        check_equal(OP, mask, dealt, group, mesh.device_type, error)
     plan = _planned(mask, size, deal, (rank,), group, capacity)[0]
     if check and size > 1:
-        UNCOMPARED.add(plan)
+        if capacity is None:
+            UNCOMPARED.add(plan)
+        else:
+            check_moves(OP, plan)
     return plan
 
 
@@ -294,7 +301,7 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, cap
     if capacity is None:
         return
     if not isinstance(capacity, int) or isinstance(capacity, bool):
-        raise TypeError(f"{OP}: capacity must be a number of tiles or None, got {capacity!r}")
+        raise TypeError(f"{OP}: capacity must be an int, a number of tiles, or None, got {capacity!r}")
     if capacity < 0:
         raise ValueError(f"{OP}: capacity must not be negative, got {capacity}")
     if deal == "auto":

@@ -1,5 +1,6 @@
 """Checks of context-parallel attention, which run in several processes at once (tests/ranks.py)."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -210,23 +211,27 @@ def with_a_capacity(device):
     mesh = mesh_of(device)
     for number, (mask, arguments) in enumerate(masks(device)):
         exact = plan_context_parallel(mesh=mesh, **arguments)
-        arguments["deal"], capacity = exact, exact.tiles.shape[1]
-        plan = plan_context_parallel(mesh=mesh, **arguments, capacity=capacity)
-        assert plan.moved_tiles() == capacity * (plan.size - 1) >= exact.moved_tiles()
-        compare_whole(plan, attend(plan, *tensors, dout), tensors, dout, mask, f"mask {number}")
-        if device.type == "cpu" and exact.size > 1:
-            with pytest.raises(ValueError, match="needs more tiles of another one than capacity"):
-                plan_context_parallel(mesh=mesh, **arguments, capacity=0)
+        arguments["deal"] = exact
+        for capacity in {exact.capacity, exact.tiles.shape[1]}:
+            plan = plan_context_parallel(mesh=mesh, **arguments, capacity=capacity)
+            assert plan.moved_tiles() == capacity * (plan.size - 1) >= exact.moved_tiles()
+            compare_whole(plan, attend(plan, *tensors, dout), tensors, dout, mask, f"mask {number}, {capacity} tiles")
+        if device.type == "cpu" and exact.capacity:
+            with pytest.raises(ValueError, match=f"capacity must be at least {exact.capacity}, the most tiles"):
+                plan_context_parallel(mesh=mesh, **arguments, capacity=exact.capacity - 1)
 
-    scores = torch.zeros(8, 8, device=device)
-    leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
-    local_dout = plan.shard(dout, 2)
+    capacity, side = 2, 64  # 15 tiles: rows see two of five around their own, so at most two of another process
+    scores = torch.zeros(15, 15, device=device)
+    causal = patterns.causal((LENGTH, LENGTH), (side, side), device=device)
+    shards = plan_context_parallel(causal, mesh, deal="contiguous")
+    leaves = [shards.shard(t, 2).requires_grad_() for t in tensors]
+    local_dout = shards.shard(dout, 2)
 
     def chosen():
-        return patterns.top_k(scores, 2, lengths=(LENGTH, LENGTH))
+        return patterns.top_k(scores, 2, (side, side), lengths=(LENGTH, LENGTH))
 
     def step(attend=context_parallel_attention):
-        anew = plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity, check=False)
+        anew = plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity)
         out = attend(*leaves, anew, deterministic=True)
         return out.detach(), *torch.autograd.grad(out, leaves, local_dout)
 
@@ -247,14 +252,23 @@ def with_a_capacity(device):
 
     frames = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
     compiled = torch.compile(context_parallel_attention, backend=frames, fullgraph=True)
+    distance = torch.arange(15, device="cpu")[:, None] - torch.arange(15, device="cpu")
     for seed in range(3):
         torch.manual_seed(seed)
-        scores.copy_(torch.rand(8, 8, device="cpu"))
+        scores.copy_(torch.rand(15, 15, device="cpu").masked_fill(distance.abs() > 2, float("-inf")))
         found = [t.clone() for t in run()]
         compare_whole(plan, found, tensors, dout, chosen(), f"scores {seed}")
         for other in (step(), step(compiled)):
             assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
     assert frames.frame_count == 1
+
+    if device.type == "cpu":  # an assertion on a GPU
+        first, second = (dist.get_rank() == rank for rank in (0, 1))
+        far = distance.abs() > 2
+        scores.copy_((distance if first else -distance).float().masked_fill(far, float("-inf")))
+        expected = pytest.raises(RuntimeError, match="processes' masks differ") if second else contextlib.nullcontext()
+        with expected:  # the first process sends the tiles before the second one's own, which expects any
+            plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity)
 
 
 def parallel_style(device):

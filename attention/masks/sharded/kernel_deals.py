@@ -93,7 +93,7 @@ class DealTiles:
         order: cute.Tensor,  # (size,) int32: the processes that have the pieces of `balanced`
         tiles: cute.Tensor,  # (deals, tiles) int64: those of each process, ascending
         places: cute.Tensor,  # (deals, size, tiles) int32: the place of a tile in a process's buffer, or -1
-        counts: cute.Tensor,  # (deals, size, 1 + size) int32: work of a process, and tiles it needs of each
+        counts: cute.Tensor,  # (deals, size, 1 + size) int32: work of a process, and tiles it gets of each
         balanced: Int32,  # the deal that is computed, or -1
         piece: Int32,  # its tiles of a process
         capacity: Int32,  # tiles that a process gets of each other, at most those of one, or -1: those that it needs
@@ -172,11 +172,13 @@ class DealTiles:
                 if q == p:
                     wanted = each
                 while (count < wanted) & (w < words):
-                    free = sTheirs[w] & (sNeed[w] ^ -1)
+                    free, added = sTheirs[w] & (sNeed[w] ^ -1), Int32(0)
                     while (count < wanted) & (free != 0):
-                        cute.arch.atomic_or(sNeed.iterator + w, free & -free)
+                        added = added | (free & -free)
                         free = free & (free - 1)
                         count = count + 1
+                    if added != 0:
+                        cute.arch.atomic_or(sNeed.iterator + w, added)
                     w = w + 1
             sCounts[q] = count
             counts[d, p, 1 + q] = count

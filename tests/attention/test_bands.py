@@ -1,0 +1,49 @@
+"""Masks whose kernels prefetch scores in backward: bands, of rows and columns or of shards' positions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import create_block_mask, patterns
+from attention.backward.config import AheadConfig, BackwardFacts
+from attention.backward.heuristics import pick
+from attention.distributed.plan import plans
+from attention.forward.config import BlockKind
+from attention.masks.bands import is_band
+from attention.masks.element_mask import for_kernel, trace_mask
+
+from .test_distributed import documents
+
+CPU = torch.device("cpu")
+
+
+def program_of(mask):
+    return trace_mask(mask.mask_mod, CPU).program
+
+
+@pytest.mark.parametrize("length", [1000, 1024])
+def test_bands(length):
+    lengths = length, length
+    causal, window = patterns.causal(lengths), patterns.sliding_window(lengths, (200, 0))
+    flex = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, *lengths)
+    for mask in (causal, patterns.causal((length, length + 77)), flex):
+        assert is_band(program_of(mask))
+    for mask in (causal, window, patterns.sliding_window(lengths, (None, 30)), patterns.causal(lengths, (64, 64))):
+        for plan in plans(mask, 3):
+            assert is_band(program_of(plan.mask))
+    with_global = patterns.sliding_window(lengths, (200, 0), global_columns=10)
+    others = [window, with_global, documents(length), *(plans(m, 3)[0].mask for m in (with_global, documents(length)))]
+    others.append(create_block_mask(lambda b, h, q, kv: q > kv, None, None, *lengths))
+    assert not any(is_band(program_of(mask)) for mask in others)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_kernels_prefetch_scores(dim):
+    causal = patterns.causal((1000, 1000))
+    for mask in (causal, plans(causal, 3)[0].mask):
+        blocks = BlockKind(128, 128, for_kernel(trace_mask(mask.mask_mod, CPU))[0])
+        facts = BackwardFacts("sm_90a", "sm_90", None, "bfloat16", dim, dim, blocks=blocks)
+        for other in (facts, replace(facts, split_heads=True), replace(facts, deterministic=True)):
+            assert isinstance(pick(other).config, AheadConfig)
+        assert not isinstance(pick(replace(facts, softcap=True)).config, AheadConfig)
