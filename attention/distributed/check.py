@@ -3,8 +3,9 @@
 Masks are compared when they are planned, and the arguments of attention in the first call with a plan. Later calls are
 not compared, whatever their arguments: a process cannot know that those of another one have changed, and a comparison
 in which only some take part would wait for the others. For the same reason a plan is compared either by all processes
-or, with check=False, by none. What remains: if one process records its first call (torch.compile, a CUDA graph), which
-is not compared, and another one runs it, the latter waits until the process group's timeout.
+or, with check=False, by none. Plans with a capacity compare, without waiting, what sizes depend on and which tiles
+move, and nothing in the first call. What remains: if one process records its first call (torch.compile, a CUDA graph),
+which is not compared, and another one runs it, the latter waits until the process group's timeout.
 """
 
 import hashlib
@@ -50,6 +51,38 @@ def check_equal(
         )
 
 
+def check_sizes(op: str, values: tuple, group, device: torch.device | str, error: Exception | None) -> None:
+    """Compare what the sizes of a plan with a capacity depend on. On a GPU by an assertion there, which the host does
+    not wait for.
+
+    Args:
+        error: of this process's arguments, which is raised; None: they are right.
+
+    Raises:
+        RuntimeError: on a CPU, values differ, or another process has an error.
+    """
+    import torch.distributed as dist
+
+    number = 0 if error else int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1 | 1
+    mine = torch.full((1,), number, dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    if error:
+        raise error
+    _check_same(
+        torch.cat(found), mine, f"{op}: the processes' deals, capacities or lengths differ, or one has an error"
+    )
+
+
+def _check_same(found: Tensor, expected: Tensor, text: str) -> None:
+    """Raise RuntimeError unless all are the same; on a GPU by an assertion there, which the host does not wait for."""
+    same = (found == expected).all()
+    if same.is_cuda:
+        assert_on_gpu(same, text)
+    elif not same:
+        raise RuntimeError(text)
+
+
 def check_moves(op: str, plan: Any) -> None:
     """Compare the tiles that the processes send with those that others expect of them, of plans with one capacity. On a
     GPU by an assertion there, which the host does not wait for.
@@ -63,11 +96,7 @@ def check_moves(op: str, plan: Any) -> None:
     arrived = torch.empty_like(expected)
     sent = plan.tiles[plan.rank].index_select(0, plan.sends)
     dist.all_to_all_single(arrived, sent, plan.receive_counts, plan.send_counts, group=plan.group)
-    same, text = (arrived == expected).all(), f"{op}: the processes' masks differ; all must plan the same mask"
-    if same.is_cuda:
-        assert_on_gpu(same, text)
-    elif not same:
-        raise RuntimeError(text)
+    _check_same(arrived, expected, f"{op}: the processes' masks differ; all must plan the same mask")
 
 
 def awaits_comparison(plan: Any) -> bool:

@@ -27,7 +27,7 @@ from ..masks.mask_mods import AtPositions, Band
 from ..masks.sharded import dispatch as kernels
 from . import deal as dealing
 from . import moves
-from .check import UNCOMPARED, check_equal, check_moves
+from .check import UNCOMPARED, check_equal, check_moves, check_sizes
 from .moves import blocks_of
 
 OP = "plan_context_parallel"
@@ -189,7 +189,7 @@ def plan_context_parallel(
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
-            compares, without waiting, only which tiles move. Equal on all processes.
+            compares only capacities, deals and which tiles move, without waiting. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
     Synchronizes, to read cu_seqlens, which tiles move and which deal is best, and the hashes. With a mask and a
@@ -200,9 +200,9 @@ def plan_context_parallel(
         TypeError, ValueError: an argument's type or value; mask has other numbers of queries than of keys, or is not
             on a device of the mesh; capacity with deal="auto"; on a CPU, capacity is less than the mask needs.
         RuntimeError: with `check` and without capacity, the processes' masks differ, or another process raised an error
-            of its arguments. With a capacity it is raised by the next synchronization, since assertions on the GPU find
-            it, as an index out of bounds: the mask needs more tiles, or with `check` the masks of processes differ by
-            them.
+            of its arguments. With a capacity, on a GPU, it is raised by the next synchronization, since assertions find
+            it there, as an index out of bounds: the mask needs more tiles, or with `check` capacities, deals or the
+            tiles that move differ, or another process raised an error.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,))
@@ -224,12 +224,16 @@ def plan_context_parallel(
         mask = _mask_on(mesh.device_type, mask, *arguments, device)
         _check_deal(mask, size, deal, capacity)
     except Exception as caught:
-        if not check or capacity is not None:
+        if not check:
             raise
         error = caught
-    if check and capacity is None:
+    if check:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
-        check_equal(OP, mask, dealt, group, mesh.device_type, error)
+        if capacity is None:
+            check_equal(OP, mask, dealt, group, mesh.device_type, error)
+        else:
+            sizes = () if error else (capacity, mask.lengths, mask.blocksize, dealt[0])
+            check_sizes(OP, sizes, group, mesh.device_type, error)
     plan = _planned(mask, size, deal, (rank,), group, capacity)[0]
     if check and size > 1:
         if capacity is None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from cute_kernels.traced.program import PLAIN, Program
+from cute_kernels.traced.record import trace
 
-from .element_mask import trace_mask
+from .element_mask import INPUTS
 from .mask_mods import AtPositions, Band
 
 
@@ -31,4 +32,5 @@ def _bands() -> frozenset[tuple]:
     masks: list[Callable] = [lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv <= q]  # as FlexAttention's users do
     masks += bands[:2]
     masks += (AtPositions(band, q_tiles, k_tiles, 64, length) for band in bands for length in (None, 100))
-    return frozenset(_without_numbers(trace_mask(mask, cpu).program) for mask in masks)
+    # Not by trace_mask, which would remember these numbers: those of later masks would become arguments.
+    return frozenset(_without_numbers(trace(mask, "mask_mod", INPUTS, (), cpu).program) for mask in masks)

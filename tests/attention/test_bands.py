@@ -1,5 +1,7 @@
 """Masks whose kernels prefetch scores in backward: bands, of rows and columns or of shards' positions."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -36,6 +38,17 @@ def test_bands(length):
     others = [window, with_global, documents(length), *(plans(m, 3)[0].mask for m in (with_global, documents(length)))]
     others.append(create_block_mask(lambda b, h, q, kv: q > kv, None, None, *lengths))
     assert not any(is_band(program_of(mask)) for mask in others)
+
+
+def test_numbers_stay_constants():
+    """Numbers of the masks that programs are compared with are not remembered."""
+    code = (
+        "import torch; from attention import patterns; from attention.masks import bands; "
+        "from attention.masks.element_mask import trace_mask; bands._bands(); "
+        "print(trace_mask(patterns.causal((256, 256)).mask_mod, torch.device('cpu')).program)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "const 0" in done.stdout and "argument" not in done.stdout
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
