@@ -51,7 +51,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
                 shard = replace(plain, offsets=True, grad_dtype="float32")
-                yield pick(replace(shard, window=WindowKind(right=True)))
+                yield pick(replace(shard, window=WindowKind(right=True), deterministic=True))
                 yield pick(replace(shard, blocks=BlockKind(128, 128, MASKS["tensors"])))
                 scored = replace(plain, score=SCORES["slopes"], score_sums=(0,))
                 yield pick(replace(scored, window=WindowKind(right=True)))

@@ -139,7 +139,7 @@ def backward(
     rows, dq_accum, turns = [None if layout is None else plan.new(*layout) for layout in plan.workspace]
     order: tuple = (turns,)
     if plan.facts.path == "sm_90":
-        # the tile counter
+        # the counter of items, and their query heads
         order = *order, zeros(device, 1, torch.int32), plan.item_heads if plan.facts.split_heads else None
     blocks = None
     if mask is not None:
@@ -210,7 +210,7 @@ def plan_backward(
         fewest = -(-columns * (facts.head_dim + facts.head_dim_v) // (MOST_MEMORY * rows * facts.head_dim))
         plan.item_heads = heads_of_an_item(per_head, mean_steps(args, facts, bounds), tiles, sms, fewest)
         split = pick(replace(facts, split_heads=True, grad_dtype=None))
-        # FP32 gradients are the only part of items that have all heads.
+        # An item that has all heads stores its only part to FP32 gradients.
         if plan.item_heads < per_head or grad_dtype and isinstance(split.config, AheadConfig):
             facts = split
         if plan.item_heads < per_head:

@@ -61,17 +61,10 @@ def check_sizes(op: str, values: tuple, group, device: torch.device | str, error
     Raises:
         RuntimeError: on a CPU, values differ, or another process has an error.
     """
-    import torch.distributed as dist
-
-    number = 0 if error else int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 1 | 1
-    mine = torch.full((1,), number, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
+    found = _hashes(values, error, group, device)
     if error:
         raise error
-    _check_same(
-        torch.cat(found), mine, f"{op}: the processes' deals, capacities or lengths differ, or one has an error"
-    )
+    _check_same(found, found[:1], f"{op}: the processes' deals, capacities or lengths differ, or one has an error")
 
 
 def _check_same(found: Tensor, expected: Tensor, text: str) -> None:
@@ -139,20 +132,26 @@ def compare_call(op: str, plan: Any, describe: Callable[[], dict[str, Any]]) -> 
 
 def _exchanged(op: str, values: Any, error: Exception | None, group, device: torch.device | str) -> list[int]:
     """A hash of each process's values. If one has an error, it raises that, and all others a RuntimeError."""
+    numbers = _hashes(values, error, group, device).tolist()
+    if 0 in numbers:
+        text = reasons(error, group)
+        raise error or RuntimeError(f"{op}: {text}")
+    return numbers
+
+
+def _hashes(values: Any, error: Exception | None, group, device: torch.device | str) -> Tensor:
+    """Exchange a hash of each process's values, 0 if it has an error: int64 (processes,). Synchronizes only to read
+    tensors among the values."""
     import torch.distributed as dist
 
     digest = hashlib.sha256()
     for value in values:
         digest.update(_bytes(value))
     number = 0 if error else int.from_bytes(digest.digest()[:8], "little") >> 1 | 1
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    mine = torch.full((1,), number, dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
-    numbers = torch.cat(found).tolist()
-    if 0 in numbers:
-        text = reasons(error, group)
-        raise error or RuntimeError(f"{op}: {text}")
-    return numbers
+    return torch.cat(found)
 
 
 def facts(mask_mod: Any) -> Iterator[Any]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from cute_kernels.traced.program import PLAIN, Program
+from cute_kernels.traced.numbers import DIVISIONS
+from cute_kernels.traced.program import PLAIN, Program, operands
 from cute_kernels.traced.record import trace
 
 from .element_mask import INPUTS
@@ -13,24 +14,39 @@ from .mask_mods import AtPositions, Band
 
 
 def is_band(program: Program) -> bool:
-    """True if a program is that of a Band with one bound, of q >= kv, or of AtPositions of any Band, whatever their
-    numbers."""
+    """True if a program is one of those in _bands, whatever its numbers."""
     return _without_numbers(program) in _bands()
 
 
 def _without_numbers(program: Program) -> tuple:
-    """The operations of a program, and what they take. Numbers are alike, constants or arguments."""
-    nodes = tuple([("number",) if node.op in PLAIN else (node.op, node.args) for node in program.nodes])
-    return nodes, program.output
+    """The operations of a program, each with the places of what it takes, among the inputs and earlier operations.
+
+    Numbers are left out, since equal ones are one node of a program. Of divisors it is kept whether they are constants:
+    kernels whose divisors are arguments need more registers.
+    """
+    places: dict[int, int | str] = {value: value for value in range(len(program.inputs))}
+    found: list[tuple] = []
+    for value, node in enumerate(program.nodes, len(program.inputs)):
+        if node.op in PLAIN:
+            places[value] = node.op
+            continue
+        taken = [places[operand] for operand in operands(node)]
+        if node.op not in DIVISIONS:
+            taken = ["number" if place in PLAIN else place for place in taken]
+        found.append((node.op, node.args[0] if node.op == "load" else None, *taken))
+        places[value] = len(program.inputs) + len(found) - 1
+    return (*found, places[program.output])
 
 
 @functools.cache
 def _bands() -> frozenset[tuple]:
+    """Bands with one bound, of rows and columns, and bands with any bounds at the positions of shards' tiles."""
     cpu = torch.device("cpu")
     q_tiles, k_tiles = (torch.zeros(1, dtype=torch.int32, device=cpu) for _ in range(2))
-    bands = Band(None, 1), Band(2, None), Band(2, 1), Band(None, None)
-    masks: list[Callable] = [lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv <= q]  # as FlexAttention's users do
-    masks += bands[:2]
-    masks += (AtPositions(band, q_tiles, k_tiles, 64, length) for band in bands for length in (None, 100))
+    # As FlexAttention's users write it, and as patterns do.
+    one_bound: list[Callable] = [lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv <= q, Band(None, 1), Band(2, None)]
+    any_bounds: list[Callable] = [*one_bound, Band(2, 1), Band(None, None)]
+    masks: list[Callable] = [*one_bound]
+    masks += [AtPositions(mask, q_tiles, k_tiles, 64, length) for mask in any_bounds for length in (None, 100)]
     # Not by trace_mask, which would remember these numbers: those of later masks would become arguments.
     return frozenset(_without_numbers(trace(mask, "mask_mod", INPUTS, (), cpu).program) for mask in masks)

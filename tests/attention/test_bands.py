@@ -27,15 +27,21 @@ def program_of(mask):
 @pytest.mark.parametrize("length", [1000, 1024])
 def test_bands(length):
     lengths = length, length
-    causal, window = patterns.causal(lengths), patterns.sliding_window(lengths, (200, 0))
+    causal = patterns.causal(lengths)
     flex = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, *lengths)
     for mask in (causal, patterns.causal((length, length + 77)), flex):
         assert is_band(program_of(mask))
-    for mask in (causal, window, patterns.sliding_window(lengths, (None, 30)), patterns.causal(lengths, (64, 64))):
+    windows = [patterns.sliding_window(lengths, sides) for sides in ((200, 0), (None, 30), (128, 128))]
+    for mask in (causal, flex, *windows, patterns.causal(lengths, (64, 64))):
         for plan in plans(mask, 3):
             assert is_band(program_of(plan.mask))
     with_global = patterns.sliding_window(lengths, (200, 0), global_columns=10)
-    others = [window, with_global, documents(length), *(plans(m, 3)[0].mask for m in (with_global, documents(length)))]
+    others = [
+        *windows[::2],
+        with_global,
+        documents(length),
+        *(plans(m, 3)[0].mask for m in (with_global, documents(length))),
+    ]
     others.append(create_block_mask(lambda b, h, q, kv: q > kv, None, None, *lengths))
     assert not any(is_band(program_of(mask)) for mask in others)
 
