@@ -23,6 +23,7 @@ from ..block_sparse import contents_of, element_of, with_causal
 from ..decode.checks import unit_stride
 from ..forward.config import BlockKind, WindowKind
 from ..forward.heuristics import BLOCKS_VISITED, L2_BYTES
+from ..masks.bands import bounds_of
 from ..masks.block_lists import MOST, equal_counts
 from ..masks.mask_mods import window_bounds
 from ..masks.tile_order import NEAR_BYTES, order_of_tiles, sections_of
@@ -259,14 +260,16 @@ def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> floa
     """Estimated blocks of 128x128 scores of a KV tile and query head, on average; None if heads should not be split.
 
     That does not pay where KV tiles have the same length, as without a mask or in a window, and for block masks whose
-    rows of a head stay in L2. The host reads neither where a mask has blocks, which may be a window, nor offsets and
-    lengths of sequences.
+    rows of a head stay in L2, unless the mask_mod is a band with one bound: those tiles have different lengths. The
+    host reads neither where a mask has blocks, which may be a window, nor offsets and lengths of sequences.
     """
     sequences = 1 if args.cu_seqlens_q is None else max(len(args.cu_seqlens_q) - 1, 1)
     rows, columns = (t.shape[0] / sequences if args.packed else t.shape[2] for t in (args.q, args.k))
     if args.block_mask is not None:
+        element = facts.blocks.mask
+        one_bound = element is not None and bounds_of(element.program) == 1
         in_l2 = rows * bytes_of_a_row(facts) < L2_BYTES
-        return None if in_l2 else rows / 128 * BLOCKS_VISITED
+        return None if in_l2 and not one_bound else rows / 128 * BLOCKS_VISITED
     left, right = bounds
     if not facts.offsets:  # bounds that mask nothing
         left = None if left is not None and left >= columns else left

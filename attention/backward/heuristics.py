@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..forward.heuristics import HEAD_DIMS
-from ..masks.bands import is_band
+from ..masks.bands import bounds_of
 from .config import AheadConfig, BackwardConfig, BackwardFacts, SharedColumnsConfig, Sm80Config, StepConfig
 
 # By the larger of the two head dimensions: prefetched scores, see has_registers_ahead.
@@ -84,7 +84,7 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
         return False
     if facts.blocks is None or facts.blocks.mask is None or facts.members:
         return True
-    if is_band(facts.blocks.mask.program) and not facts.offsets:
+    if bounds_of(facts.blocks.mask.program) is not None and not facts.offsets:
         return not facts.softcap
     return not (wide or facts.softcap or facts.blocks.mask.tensors)
 

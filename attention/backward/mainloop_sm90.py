@@ -182,7 +182,7 @@ class MainloopSm90(OperandsSm90):
     @cute.jit
     def step(self, c: Consumer, work: Work, i: Int32, at):
         """Compute dK, dV and dQ of query tile i of a head; `at` is the state of both rings and of dS's buffers."""
-        number = work.tiles.at(i)
+        number = work.tiles.at(i) if const_expr(self.facts.packed or self.facts.score is not None) else None
         c.pipe_q.consumer_wait(at)
         if const_expr(self.facts.packed):
             self.zero_rows_past_the_end(c, work, number, at, at)
@@ -192,7 +192,7 @@ class MainloopSm90(OperandsSm90):
             self.overlapped_step(c, work, i, number, at)
 
     @cute.jit
-    def overlapped_step(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
+    def overlapped_step(self, c: Consumer, work: Work, i: Int32, number: Int32 | None, at):
         """A step whose WGMMAs overlap with each other and with the softmax."""
         self.start_s(c, at.index)
         masks_first, late_dp = const_expr(self.masks_first), const_expr(self.late_dp)
@@ -229,7 +229,7 @@ class MainloopSm90(OperandsSm90):
         c.pipe_q.consumer_release(at)
 
     @cute.jit
-    def serial_step(self, c: Consumer, work: Work, i: Int32, number: Int32, at):
+    def serial_step(self, c: Consumer, work: Work, i: Int32, number: Int32 | None, at):
         """A step of which only the WGMMAs of dV and dK overlap (StepConfig.in_turn)."""
         self.start_s(c, at.index)
         warpgroup.wait_group(0)
@@ -307,24 +307,35 @@ class MainloopSm90(OperandsSm90):
         cute.copy(c.copy_dS, copy_dS.retile(rdS), c.sdS[unit][None, None, None, buffer])
 
     @cute.jit
-    def mask_scores(self, c: Consumer, work: Work, i: Int32, number: Int32, unit: cutlass.Constexpr = 0, words=None):
-        """Apply the softcap, and set masked scores to -inf. words: load_words' of this unit; None: load them here."""
-        row0 = self.first_query(c, number) + unit * self.unit
+    def mask_scores(
+        self, c: Consumer, work: Work, i: Int32, number: Int32 | None, unit: cutlass.Constexpr = 0, words=None
+    ):
+        """Apply the softcap, and set masked scores to -inf.
+
+        number: index of query tile i; None: read where scores are masked, since full blocks do not need it.
+        words: load_words' of this unit; None: load them here.
+        """
         scores = rows_and_columns(c.acc_S)
         if const_expr(self.facts.softcap):
             cap_scores(scores, work.softcap)
         if const_expr(self.facts.members is not None):
+            row0 = self.row_of(c, work, i, number, unit)
             if const_expr(words is None):
                 words = self.words_of(c, work, row0, const_expr(4 * cute.size(scores, mode=[1])))
             keys, col = self.keys_of(c, work), work.col0 + self.first_row()
             mask_members(scores, self.facts.members, words, keys, col, row0, work.seqlen)
         elif const_expr(self.facts.blocks is not None):
             if work.tiles.is_partial(i) or work.col0 + self.cfg.tile_n > work.seqlen.cols:
+                col, row0 = work.col0 + self.first_row(), self.row_of(c, work, i, number, unit)
                 tensors = work.source.mask_tensors
-                col = work.col0 + self.first_row()
                 mask_elements(scores, self.facts.blocks, tensors, col, row0, work.b, work.h, work.seqlen)
         elif work.tiles.is_partial(i):
+            row0 = self.row_of(c, work, i, number, unit)
             mask_window(scores, work.source, work.col0 + self.first_row(), row0, work.seqlen)
+
+    def row_of(self, c: Consumer, work: Work, i: Int32, number: Int32 | None, unit: int) -> Int32:
+        """The first query row of a unit of query tile i. number: mask_scores'."""
+        return self.first_query(c, work.tiles.at(i) if number is None else number) + unit * self.unit
 
     def words_of(self, c: Consumer, work: Work, row0: Int32, rows: int) -> list:
         """Load this lane's words of membership for `rows` rows of scores from row0 on."""
@@ -338,7 +349,7 @@ class MainloopSm90(OperandsSm90):
         return first, first + size
 
     @cute.jit
-    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
+    def scores_to_p(self, c: Consumer, work: Work, stage: Int32, number: Int32 | None, unit: cutlass.Constexpr = 0):
         """Compute P from the scores: rounded as an operand, and in place in FP32. With a softcap P in place is
         multiplied by the softcap's derivative."""
         shared = Shared(SCORE_INPUT)
@@ -361,7 +372,7 @@ class MainloopSm90(OperandsSm90):
                     part[v] = select_(part[v] > 0.0, part[v] * slope, part[v])  # the slope of a masked score is NaN
 
     @cute.jit
-    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32, unit: cutlass.Constexpr = 0):
+    def p_to_ds(self, c: Consumer, work: Work, stage: Int32, number: Int32 | None, unit: cutlass.Constexpr = 0):
         """Compute dS = P (dP - delta) in place of dP, and the gradients of tensors that score_mod captures."""
         totals, place, shared = [], (), Shared(SCORE_INPUT)
         if const_expr(self.facts.score is not None):

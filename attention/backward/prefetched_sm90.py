@@ -187,7 +187,6 @@ class AheadSm90(MainloopSm90):
     def compute_p(self, c: Consumer, work: Work, number, i: Int32, stage: Int32, unit: int, lse):
         """Compute P from the scores, in place. number: tile_of's."""
         words = None if number is None else self.prefetched_words(c, unit)
-        number = work.tiles.at(i) if number is None else number
         self.mask_scores(c, work, i, number, unit, words)
         if self.facts.softcap:
             self.scores_to_p(c, work, stage, Int32(0), unit)
@@ -257,7 +256,7 @@ class AheadSm90(MainloopSm90):
             c.members[0] = work.tiles.partial_row(i)
 
     def tile_of(self, c: Consumer, work: Work, i: Int32) -> Int32 | None:
-        """prefetched_tile; None with other masks, which read the index where they are applied."""
+        """prefetched_tile; None with other masks, see mask_scores."""
         return None if self.facts.members is None else self.prefetched_tile(c, work, i)
 
     def prefetched_tile(self, c: Consumer, work: Work, i: Int32) -> Int32:

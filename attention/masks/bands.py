@@ -13,9 +13,9 @@ from .element_mask import INPUTS
 from .mask_mods import AtPositions, Band
 
 
-def is_band(program: Program) -> bool:
-    """True if a program is one of those in _bands, whatever its numbers."""
-    return _without_numbers(program) in _bands()
+def bounds_of(program: Program) -> int | None:
+    """Number of bounds of a program that is one of those in _bands, whatever its numbers; None for others."""
+    return _bands().get(_without_numbers(program))
 
 
 def _without_numbers(program: Program) -> tuple:
@@ -39,14 +39,16 @@ def _without_numbers(program: Program) -> tuple:
 
 
 @functools.cache
-def _bands() -> frozenset[tuple]:
-    """Bands with one bound, of rows and columns, and bands with any bounds at the positions of shards' tiles."""
+def _bands() -> dict[tuple, int]:
+    """Bands with one bound, of rows and columns, and bands with one or two at the positions of shards' tiles: number of
+    bounds by program."""
     cpu = torch.device("cpu")
     q_tiles, k_tiles = (torch.zeros(1, dtype=torch.int32, device=cpu) for _ in range(2))
     # As FlexAttention's users write it, and as patterns do.
     one_bound: list[Callable] = [lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv <= q, Band(None, 1), Band(2, None)]
-    any_bounds: list[Callable] = [*one_bound, Band(2, 1), Band(None, None)]
-    masks: list[Callable] = [*one_bound]
-    masks += [AtPositions(mask, q_tiles, k_tiles, 64, length) for mask in any_bounds for length in (None, 100)]
+    of_shards = [(mask, 1) for mask in one_bound] + [(Band(2, 1), 2), (Band(None, None), 0)]
+    masks: list[tuple[Callable, int]] = [(mask, 1) for mask in one_bound]
+    for mask, bounds in of_shards:
+        masks += [(AtPositions(mask, q_tiles, k_tiles, 64, length), bounds) for length in (None, 100)]
     # Not by trace_mask, which would remember these numbers: those of later masks would become arguments.
-    return frozenset(_without_numbers(trace(mask, "mask_mod", INPUTS, (), cpu).program) for mask in masks)
+    return {_without_numbers(trace(mask, "mask_mod", INPUTS, (), cpu).program): bounds for mask, bounds in masks}

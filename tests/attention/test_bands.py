@@ -12,7 +12,7 @@ from attention.backward.config import AheadConfig, BackwardFacts
 from attention.backward.heuristics import pick
 from attention.distributed.plan import plans
 from attention.forward.config import BlockKind
-from attention.masks.bands import is_band
+from attention.masks.bands import bounds_of
 from attention.masks.element_mask import for_kernel, trace_mask
 
 from .test_distributed import documents
@@ -30,11 +30,12 @@ def test_bands(length):
     causal = patterns.causal(lengths)
     flex = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, *lengths)
     for mask in (causal, patterns.causal((length, length + 77)), flex):
-        assert is_band(program_of(mask))
+        assert bounds_of(program_of(mask)) == 1
     windows = [patterns.sliding_window(lengths, sides) for sides in ((200, 0), (None, 30), (128, 128))]
-    for mask in (causal, flex, *windows, patterns.causal(lengths, (64, 64))):
+    expected = 1, 1, 2, 1, 2, 1
+    for mask, bounds in zip((causal, flex, *windows, patterns.causal(lengths, (64, 64))), expected, strict=True):
         for plan in plans(mask, 3):
-            assert is_band(program_of(plan.mask))
+            assert bounds_of(program_of(plan.mask)) == bounds
     with_global = patterns.sliding_window(lengths, (200, 0), global_columns=10)
     others = [
         *windows[::2],
@@ -43,7 +44,7 @@ def test_bands(length):
         *(plans(m, 3)[0].mask for m in (with_global, documents(length))),
     ]
     others.append(create_block_mask(lambda b, h, q, kv: q > kv, None, None, *lengths))
-    assert not any(is_band(program_of(mask)) for mask in others)
+    assert all(bounds_of(program_of(mask)) is None for mask in others)
 
 
 def test_numbers_stay_constants():
