@@ -47,6 +47,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
             if first and dim == ALL_FEATURES:
                 if path == "sm_90":
                     yield from split_kernels(plain)
+                    yield from deterministic_kernels(replace(plain, deterministic=True))
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
@@ -76,6 +77,14 @@ def split_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
     yield from (pick(replace(split, blocks=BlockKind(*sides, None))) for sides in BLOCKSIZES)
     for band in bands():
         yield pick(replace(split, blocks=BlockKind(128, 128, band)))
+
+
+def deterministic_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
+    """Packed sequences, a bias, a softcap; bands are in the catalogue at each head dimension."""
+    causal = WindowKind(right=True)
+    yield pick(replace(plain, window=causal, packed=True))
+    yield pick(replace(plain, window=causal, score=SCORES["bias"]))
+    yield pick(replace(plain, window=BOTH, softcap=True))
 
 
 def bands() -> Iterator[ElementMask]:

@@ -112,8 +112,8 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
         configs += SM_90_AHEAD[dim].variants(facts.deterministic)
     if facts.path == "sm_90" and dim in tiles:
         configs += tiles[dim].variants(facts.deterministic)
-    # With several dQ buffers these spill.
-    if (facts.grad_dtype or facts.members) and dim == 128 or facts.deterministic and mask is not None:
+    of_fp32_or_members = (facts.grad_dtype or facts.members) and dim == 128  # with several dQ buffers these spill
+    if of_fp32_or_members or facts.deterministic and not two_buffers_pay(facts):
         configs = [config for config in configs if getattr(config, "sums", 1) == 1]
     masked = facts.softcap or facts.score is not None or mask is not None
     table = SM_80_MASKED if masked else SM_80
@@ -122,6 +122,16 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     kernels = [replace(facts, config=config) for config in configs]
     kernels += (replace(facts, path="sm_80", config=Sm80Config(*c)) for c in table[dim] if c != spilling)
     return (f for f in kernels if unsupported(f) is None)
+
+
+def two_buffers_pay(facts: BackwardFacts) -> bool:
+    """True if a deterministic kernel is faster with two dQ buffers than with one, as measured."""
+    mask = None if facts.blocks is None else facts.blocks.mask
+    if facts.packed or mask is not None:
+        return False
+    if max(facts.head_dim, facts.head_dim_v) == 64:
+        return facts.score is not None
+    return facts.score is None and not facts.softcap and not facts.window.left
 
 
 def pick(facts: BackwardFacts) -> BackwardFacts:
