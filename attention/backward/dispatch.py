@@ -266,10 +266,11 @@ def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> floa
     sequences = 1 if args.cu_seqlens_q is None else max(len(args.cu_seqlens_q) - 1, 1)
     rows, columns = (t.shape[0] / sequences if args.packed else t.shape[2] for t in (args.q, args.k))
     if args.block_mask is not None:
-        element = facts.blocks.mask
-        one_bound = element is not None and bounds_of(element.program) == 1
+        element = None if facts.blocks is None else facts.blocks.mask
         in_l2 = rows * bytes_of_a_row(facts) < L2_BYTES
-        return None if in_l2 and not one_bound else rows / 128 * BLOCKS_VISITED
+        if in_l2 and (element is None or bounds_of(element.program) != 1):
+            return None
+        return rows / 128 * BLOCKS_VISITED
     left, right = bounds
     if not facts.offsets:  # bounds that mask nothing
         left = None if left is not None and left >= columns else left

@@ -136,8 +136,11 @@ CALLS = {
     "many columns": (1024, 65536, {"causal": True}, False),
     "in one order": (16384, 16384, {"causal": True, "deterministic": True}, False),
     "blocks": (65536, 65536, {"block_mask": lambda n: patterns.causal((n, n), device="meta")}, True),
-    "fewer blocks": (16384, 16384, {"block_mask": lambda n: patterns.causal((n, n), device="meta")}, False),
-}
+    "fewer blocks, one bound": (16384, 16384, {"block_mask": lambda n: patterns.causal((n, n), device="meta")}, True),
+    "fewer blocks, a window": (
+        16384, 16384, {"block_mask": lambda n: patterns.sliding_window((n, n), (1000, 0), device="meta")}, False,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
