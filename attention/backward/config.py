@@ -111,8 +111,8 @@ class StepConfig(BackwardConfig):
         return 1 if self.in_turn else 2
 
     def variants(self, deterministic: bool) -> "Iterator[StepConfig]":
-        """Configurations to try, the most promising first. Deterministic kernels use several dQ buffers: one waits for
-        its semaphore while the next is filled, which is worth the shared memory."""
+        """Configurations to try, the most promising first. Deterministic kernels may have several dQ buffers: one waits
+        for its semaphore while the next is filled (heuristics.two_buffers_pay)."""
         if deterministic and self.groups > 1:
             yield replace(self, sums=self.stages)
         yield self

@@ -260,15 +260,15 @@ def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> floa
     """Estimated blocks of 128x128 scores of a KV tile and query head, on average; None if heads should not be split.
 
     That does not pay where KV tiles have the same length, as without a mask or in a window, and for block masks whose
-    rows of a head stay in L2, unless the mask_mod is a band with one bound: those tiles have different lengths. The
-    host reads neither where a mask has blocks, which may be a window, nor offsets and lengths of sequences.
+    rows of a head stay in L2, unless the mask_mod is a band with one bound: then tiles usually have different lengths.
+    The host reads neither where a mask has blocks, which may be a window, nor offsets and lengths of sequences.
     """
     sequences = 1 if args.cu_seqlens_q is None else max(len(args.cu_seqlens_q) - 1, 1)
     rows, columns = (t.shape[0] / sequences if args.packed else t.shape[2] for t in (args.q, args.k))
     if args.block_mask is not None:
-        element = None if facts.blocks is None else facts.blocks.mask
+        mask = None if facts.blocks is None else facts.blocks.mask
         in_l2 = rows * bytes_of_a_row(facts) < L2_BYTES
-        if in_l2 and (element is None or bounds_of(element.program) != 1):
+        if in_l2 and (mask is None or bounds_of(mask.program) != 1):
             return None
         return rows / 128 * BLOCKS_VISITED
     left, right = bounds

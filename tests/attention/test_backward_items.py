@@ -3,13 +3,21 @@
 import contextlib
 import functools
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from attention import attention, attention_backward, block_sparse_attention, patterns
+from attention.arguments import AttentionArgs
 from attention.backward import dispatch, items, problem
+from attention.backward.config import BackwardFacts
+from attention.backward.heuristics import pick
+from attention.distributed.plan import plans
+from attention.forward.catalogue import MASKS, SCORES
+from attention.forward.config import BlockKind, WindowKind
+from attention.masks.element_mask import for_kernel, trace_mask
 from cute_kernels import explain
 from cute_kernels.runtime.call_plan import PlanCache
 from cute_kernels.testing.reference import normal, poisoned_empty
@@ -107,6 +115,8 @@ def test_fp32_gradients_of_work_items_of_one_head(machine, terms):
         torch.testing.assert_close(mine, whole, rtol=0.02 if mine.dtype is q.dtype else 1e-4, atol=1e-4)
 
 
+CAUSAL = WindowKind(right=True)
+
 # name -> per_head, steps, tiles, and the query heads of a work item on 132 multiprocessors
 RULE = {
     "64k tokens": (8, 256, 4096, 2), "4k": (8, 16, 256, 4), "2k": (8, 8, 128, 2), "1k": (8, 4, 64, 8),
@@ -154,6 +164,40 @@ def test_which_calls_have_work_items_of_some_heads(name):
         call = lambda q, k, v: block_sparse_attention(q, k, v, mask)  # noqa: E731
     plan = explain(call, q, k, v, arch="sm_90", backward=True)
     assert ("backward combine" in [facts.family for facts in plan.backward]) == expected
+
+
+@pytest.mark.parametrize(("sides", "expected"), [((None, 0), True), ((9000, 0), False), ((None, None), False)])
+def test_shards_of_one_bound_have_work_items_of_some_heads(sides, expected):
+    mask = plans(patterns.sliding_window((16384, 16384), sides), 4, deal="head_tail")[0].mask
+    rows, columns = mask.lengths
+    q, k, v = (torch.empty(1, h, n, 128, dtype=torch.bfloat16) for h, n in ((64, rows), (8, columns), (8, columns)))
+    args = AttentionArgs(q, k, v, block_mask=mask)
+    element = mask.mask_mod and for_kernel(trace_mask(mask.mask_mod, q.device))[0]
+    blocks = BlockKind(*mask.blocksize, element)
+    facts = pick(BackwardFacts("sm_90a", "sm_90", None, "bfloat16", 128, 128, blocks=blocks))
+    assert (dispatch.mean_steps(args, facts, (None, None)) is not None) == expected
+
+
+# name -> fields of BackwardFacts, and dQ buffers at head dimensions 64, 96 and 128
+BUFFERS = {
+    "full": ({}, (1, 2, 2)),
+    "causal": ({"window": CAUSAL}, (1, 2, 2)),
+    "a window": ({"window": replace(CAUSAL, left=True)}, (1, 1, 1)),
+    "packed": ({"packed": True}, (1, 1, 1)),
+    "softcap": ({"softcap": True}, (1, 1, 1)),
+    "bias": ({"score": SCORES["bias"]}, (2, 1, 1)),
+    "blocks": ({"blocks": BlockKind(128, 128, None)}, (1, 2, 2)),
+    "mask_mod": ({"blocks": BlockKind(128, 128, MASKS["tensors"])}, (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_of_dq(name):
+    """In deterministic kernels as many as are faster, in others one."""
+    fields, expected = BUFFERS[name]
+    facts = [BackwardFacts("sm_90a", "sm_90", None, "bfloat16", dim, dim, **fields) for dim in (64, 96, 128)]
+    assert tuple(pick(replace(f, deterministic=True)).config.sums for f in facts) == expected
+    assert {pick(f).config.sums for f in facts} == {1}
 
 
 @pytest.mark.parametrize("from_last", [False, True])
