@@ -47,7 +47,7 @@ def configurations(spec: ArchSpec, quick: bool = False) -> Iterator[BackwardFact
             if first and dim == ALL_FEATURES:
                 if path == "sm_90":
                     yield from split_kernels(plain)
-                    yield from deterministic_kernels(replace(plain, deterministic=True))
+                    yield from deterministic_kernels(plain)
                 yield pick(replace(plain, window=WindowKind(right=True), packed=True))
                 yield pick(replace(plain, window=BOTH, softcap=True, packed=True))
                 yield pick(replace(plain, window=BOTH, deterministic=True))
@@ -81,7 +81,7 @@ def split_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
 
 def deterministic_kernels(plain: BackwardFacts) -> Iterator[BackwardFacts]:
     """Packed sequences, a bias, a softcap; bands are in the catalogue at each head dimension."""
-    causal = WindowKind(right=True)
+    plain, causal = replace(plain, deterministic=True), WindowKind(right=True)
     yield pick(replace(plain, window=causal, packed=True))
     yield pick(replace(plain, window=causal, score=SCORES["bias"]))
     yield pick(replace(plain, window=BOTH, softcap=True))

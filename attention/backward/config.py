@@ -9,7 +9,7 @@ from cute_kernels.arch import ArchSpec, arch_named
 from cute_kernels.tile.element import BYTES, Element, element_of
 
 from ..forward.config import BlockKind, WindowKind
-from ..masks.element_mask import MemberKind
+from ..masks.element_mask import ElementMask, MemberKind
 from ..masks.score_mod import Read, ScoreMod
 from .warps import Warps, warps_of
 
@@ -226,10 +226,15 @@ class BackwardFacts:
         """True if several work items have parts of dK and dV of a KV tile, in FP32."""
         return self.ranges or self.split_heads
 
+    @property
+    def element_mask(self) -> ElementMask | None:
+        """The mask_mod of the block mask; None without a block mask, too."""
+        return None if self.blocks is None else self.blocks.mask
+
     @cached_property
     def members(self) -> MemberKind | None:
         """Facts of a mask of selected KV blocks that sm_90's mainloops evaluate by members.py."""
-        mask = None if self.blocks is None else self.blocks.mask
+        mask = self.element_mask
         special = self.path == "sm_90" and self.score is None and not self.offsets
         return mask.members if mask is not None and special else None
 

@@ -266,7 +266,7 @@ def mean_steps(args: AttentionArgs, facts: BackwardFacts, bounds: tuple) -> floa
     sequences = 1 if args.cu_seqlens_q is None else max(len(args.cu_seqlens_q) - 1, 1)
     rows, columns = (t.shape[0] / sequences if args.packed else t.shape[2] for t in (args.q, args.k))
     if args.block_mask is not None:
-        mask = None if facts.blocks is None else facts.blocks.mask
+        mask = facts.element_mask
         in_l2 = rows * bytes_of_a_row(facts) < L2_BYTES
         if in_l2 and (mask is None or bounds_of(mask.program) != 1):
             return None

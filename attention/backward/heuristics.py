@@ -82,11 +82,12 @@ def has_registers_ahead(facts: BackwardFacts) -> bool:
     wide = max(facts.head_dim, facts.head_dim_v) == 128
     if wide and (facts.softcap or facts.grad_dtype):
         return False
-    if facts.blocks is None or facts.blocks.mask is None or facts.members:
+    mask = facts.element_mask
+    if mask is None or facts.members:
         return True
-    if bounds_of(facts.blocks.mask.program) is not None and not facts.offsets:
+    if bounds_of(mask.program) is not None and not facts.offsets:
         return not facts.softcap
-    return not (wide or facts.softcap or facts.blocks.mask.tensors)
+    return not (wide or facts.softcap or mask.tensors)
 
 
 def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
@@ -102,7 +103,6 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
             dims = ", ".join(map(str, HEAD_DIMS))
             raise ValueError(f"{name} must be one of {dims} for the backward pass, got {dim}; pad to the next one")
     dim = max(facts.head_dim, facts.head_dim_v)
-    mask = None if facts.blocks is None else facts.blocks.mask
     scattered = facts.score is not None and any(not read.of_head for read in facts.score_reads)
     tiles = SM_90 | {128: PAIR} if scattered else SM_90  # per-element atomics into gradients need registers
     if facts.blocks is not None and facts.blocks.block_k != 128:
@@ -115,7 +115,7 @@ def candidates(facts: BackwardFacts) -> Iterator[BackwardFacts]:
     two_spill = (facts.grad_dtype or facts.members) and dim == 128
     if two_spill or facts.deterministic and not two_buffers_pay(facts):
         configs = [config for config in configs if getattr(config, "sums", 1) == 1]
-    masked = facts.softcap or facts.score is not None or mask is not None
+    masked = facts.softcap or facts.score is not None or facts.element_mask is not None
     table = SM_80_MASKED if masked else SM_80
     spills = SPILLS_ON_SM_90 if facts.blocks is None else BLOCKS_SPILL_ON_SM_90
     spilling = spills.get(dim) if facts.spec.name == "sm_90" else None
@@ -130,8 +130,7 @@ def two_buffers_pay(facts: BackwardFacts) -> bool:
     The rule is simpler than the measurements (docs/notes/attention-backward.md): packed sequences without a mask, and a
     softcap at head dimension 64, lose 1 to 2 % by it.
     """
-    mask = None if facts.blocks is None else facts.blocks.mask
-    if facts.packed or mask is not None:
+    if facts.packed or facts.element_mask is not None:
         return False
     if max(facts.head_dim, facts.head_dim_v) == 64:
         return facts.score is not None
