@@ -3,11 +3,14 @@
 Runs the checks of tests/ranks.py, and the documents' examples for several GPUs, with NCCL on 2, 4, ... GPUs of this
 host; pytest runs them with gloo on the CPU.
 Writes FOLDER/<card>/tests-distributed.json: the machine, versions, commit, and the outcome of each check. The exit
-status is 0 only if all passed. With --gloo the checks run on the CPU, and no file is written.
+status is 0 only if all passed. With --one-gpu all ranks share the first GPU, and the file is
+tests-distributed-one-gpu.json: the kernels, streams and collectives are those of several GPUs, but NCCL's data pass
+through sockets, and the ranks take turns. With --gloo the checks run on the CPU, and no file is written.
 """
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -54,10 +57,13 @@ def examples(only: str) -> dict[str, str]:
 
 
 def run(
-    world: int, backend: str, names: list[str], codes: dict[str, str], seconds: float, found: dict[str, dict],
+    start: Callable[..., Ranks], names: list[str], codes: dict[str, str], seconds: float, found: dict[str, dict],
     keep: Callable,
 ) -> None:  # fmt: skip
-    """Add the outcome of each check and example with `world` ranks to `found`; keep() is called after each."""
+    """Add the outcome of each check and example to `found`; keep() is called after each.
+
+    start: makes the processes; takes Ranks' argument `group`.
+    """
 
     def outcome(name: str, ranks: Ranks, *arguments: str) -> None:
         begin = time.perf_counter()
@@ -65,16 +71,16 @@ def run(
         found[name] = {"ok": not errors, "seconds": round(time.perf_counter() - begin, 2)}
         if errors:
             found[name]["errors"] = {rank: error.splitlines()[-30:] for rank, error in errors.items()}
-        print(f"{world} ranks, {name.removeprefix('tests.')}: {'ok' if not errors else 'FAILED'}", flush=True)
+        print(f"{ranks.world} ranks, {name.removeprefix('tests.')}: {'ok' if not errors else 'FAILED'}", flush=True)
         for rank, error in errors.items():
             print(f"rank {rank}: {error}", flush=True)
         keep()
 
-    with contextlib.closing(Ranks(world, backend)) as ranks:
+    with contextlib.closing(start()) as ranks:
         for name in names:
             outcome(name, ranks, name)
     for title, code in codes.items():
-        with contextlib.closing(Ranks(world, backend, group=False)) as ranks, tempfile.TemporaryDirectory() as folder:
+        with contextlib.closing(start(group=False)) as ranks, tempfile.TemporaryDirectory() as folder:
             outcome(title, ranks, f"{documents.__name__}:{documents.run_in_a_rank.__name__}", code, title, folder)
 
 
@@ -84,13 +90,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose name contains this; writes no file")
     parser.add_argument("--seconds", type=float, default=240, help="that a check may take; the first one compiles")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
-    parser.add_argument("--gloo", action="store_true", help="processes on the CPU; writes no file")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU (default: 2 and 4 ranks)")
+    where.add_argument("--gloo", action="store_true", help="processes on the CPU; writes no file")
     options = parser.parse_args(arguments)
-    count = 8 if options.gloo else torch.cuda.device_count()
-    worlds = options.ranks or [n for n in ((2, 4) if options.gloo else (2, 4, 8)) if n <= count]
+    gpus = torch.cuda.device_count()
+    count = 8 if options.gloo or options.one_gpu and gpus else gpus
+    worlds = options.ranks or [n for n in ((2, 4) if options.gloo or options.one_gpu else (2, 4, 8)) if n <= count]
     if not worlds or max(worlds) > count:
         wanted = max(worlds or [2])
-        print(f"distributed_record: needs {wanted} CUDA GPUs, found {count}; --gloo runs on the CPU", file=sys.stderr)
+        others = "--one-gpu runs at most 8 ranks on one, --gloo on the CPU"
+        print(f"distributed_record: needs {wanted} CUDA GPUs, found {gpus}; {others}", file=sys.stderr)
         return 2
     names, codes = checks(options.only), examples(options.only)
     if not names and not codes:
@@ -100,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.gloo and not options.only:
         from .gpu_record import machine
 
-        about = machine() | {"gpus": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        used = 1 if options.one_gpu else gpus
+        about = machine() | {"gpus": used, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
     def counts() -> tuple[int, int]:
         """Checks that passed, and that failed."""
@@ -114,10 +125,11 @@ def main(arguments: list[str] | None = None) -> int:
         passed, all_of_them = counts()[0], len(worlds) * (len(names) + len(codes))
         missing = all_of_them - sum(counts())
         data = {"machine": about, "ok": passed == all_of_them, "not_run": missing, "ranks": found}
-        return save(options.out, about["card"], "tests-distributed", data)
+        return save(options.out, about["card"], "tests-distributed" + "-one-gpu" * options.one_gpu, data)
 
     for world in worlds:
-        run(world, "gloo" if options.gloo else "nccl", names, codes, options.seconds, found[world], keep)
+        start = functools.partial(Ranks, world, "gloo" if options.gloo else "nccl", one_gpu=options.one_gpu)
+        run(start, names, codes, options.seconds, found[world], keep)
     if path := keep():
         print("written:", path)
     passed, failed = counts()

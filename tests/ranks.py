@@ -21,6 +21,7 @@ from typing import Any
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 PRELOAD += ["torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "cutlass.cute"]
 PRELOAD += ["attention.distributed", "sparse_collective.distributed", __name__]
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's switch: ranks that share a GPU share memory
 COLLECTIVE_SECONDS = {"gloo": 60, "nccl": 300}  # that a collective waits; on GPUs a rank may be compiling kernels
 
 
@@ -31,7 +32,7 @@ def free_port() -> int:
 
 
 def _serve(
-    rank: int, world: int, backend: str, port: int, seconds: float, group: bool, inbox: Any, outbox: Any
+    rank: int, world: int, backend: str, port: int, seconds: float, group: bool, one_gpu: bool, inbox: Any, outbox: Any
 ) -> None:
     """Body of a process: run the checks that arrive until None does."""
     if not group and backend == "gloo":
@@ -42,7 +43,10 @@ def _serve(
     torch.set_num_threads(1)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not used
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    gpu = 0 if one_gpu else rank
+    if one_gpu:  # for NCCL each rank is a host of its own, or it would refuse a GPU that two ranks have
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", OVERLAPPING: "1"}
+    device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     if group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -51,7 +55,7 @@ def _serve(
             timeout=datetime.timedelta(seconds=seconds), device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
     else:
-        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+        torchrun = {"RANK": rank, "LOCAL_RANK": gpu, "WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in torchrun.items()}, MASTER_ADDR="127.0.0.1")
     while (task := inbox.get()) is not None:
         (name, arguments), error = task, ""
@@ -70,12 +74,14 @@ class Ranks:
     """`world` processes of one process group; they start with the first check, and again after one that fails.
 
     group: if False, processes start as torchrun starts them: with its environment variables and without a group.
+    one_gpu: all ranks use the first GPU. NCCL's data then pass through sockets of this machine.
     """
 
     def __init__(
-        self, world: int, backend: str = "gloo", collective_seconds: float | None = None, group: bool = True
-    ) -> None:
-        self.world, self.backend, self.group = world, backend, group
+        self, world: int, backend: str = "gloo", collective_seconds: float | None = None, group: bool = True,
+        one_gpu: bool = False,
+    ) -> None:  # fmt: skip
+        self.world, self.backend, self.group, self.one_gpu = world, backend, group, one_gpu
         self.collective_seconds = collective_seconds or COLLECTIVE_SECONDS[backend]
         # A process that forks must not have used CUDA.
         self.context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
@@ -86,7 +92,7 @@ class Ranks:
     def start(self) -> None:
         port, make = free_port(), self.context.Queue
         self.inboxes, self.outbox = [make() for _ in range(self.world)], make()
-        shared = self.world, self.backend, port, self.collective_seconds, self.group
+        shared = self.world, self.backend, port, self.collective_seconds, self.group, self.one_gpu
         self.processes = [
             self.context.Process(target=_serve, args=(rank, *shared, inbox, self.outbox), daemon=True)
             for rank, inbox in enumerate(self.inboxes)
