@@ -170,7 +170,7 @@ class Pattern:
 
     def rows(self) -> Tensor:
         """(nnz,) int64 block row of each block; of items with a pattern each, rows are counted through all of them."""
-        ends = self.crow_indices[..., 1:].reshape(-1)
+        ends = self.crow_indices[..., 1:].reshape(-1).contiguous()
         numbers = torch.arange(self.nnz, dtype=ends.dtype, device=ends.device)
         return torch.searchsorted(ends, numbers, right=True)
 

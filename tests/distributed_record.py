@@ -4,8 +4,9 @@ Runs the checks of tests/ranks.py, and the documents' examples for several GPUs,
 host; pytest runs them with gloo on the CPU.
 Writes FOLDER/<card>/tests-distributed.json: the machine, versions, commit, and the outcome of each check. The exit
 status is 0 only if all passed. With --one-gpu all ranks share the first GPU, and the file is
-tests-distributed-one-gpu.json: the kernels, streams and collectives are those of several GPUs, but NCCL's data pass
-through sockets, and the ranks take turns. With --gloo the checks run on the CPU, and no file is written.
+tests-distributed-one-gpu.json: kernels, streams and collectives are those of several GPUs, but NCCL's data pass through
+sockets, and the ranks take turns. --one-gpu hosts is for what runs on several hosts, where no rank reads the memory of
+another. With --gloo the checks run on the CPU, and no file is written.
 """
 
 import argparse
@@ -91,7 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="that a check may take; the first one compiles")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: bench/results)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU (default: 2 and 4 ranks)")
+    where.add_argument(
+        "--one-gpu", nargs="?", default="", const="host", choices=["host", "hosts"],
+        help="all ranks on the first GPU, as of one host (the default) or each of its own; 2 and 4 ranks if not given",
+    )  # fmt: skip
     where.add_argument("--gloo", action="store_true", help="processes on the CPU; writes no file")
     options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
@@ -103,6 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"distributed_record: needs {wanted} CUDA GPUs, found {gpus}; {others}", file=sys.stderr)
         return 2
     names, codes = checks(options.only), examples(options.only)
+    if options.one_gpu == "hosts":
+        names = [name for name in names if "peer_checks" not in name]
     if not names and not codes:
         parser.error(f"argument --only: no check or example has {options.only!r} in its name")
     found: dict[int, dict[str, dict]] = {world: {} for world in worlds}
@@ -125,7 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         passed, all_of_them = counts()[0], len(worlds) * (len(names) + len(codes))
         missing = all_of_them - sum(counts())
         data = {"machine": about, "ok": passed == all_of_them, "not_run": missing, "ranks": found}
-        return save(options.out, about["card"], "tests-distributed" + "-one-gpu" * options.one_gpu, data)
+        suite = "tests-distributed" + (options.one_gpu and f"-one-gpu{options.one_gpu[4:]}")
+        return save(options.out, about["card"], suite, data)
 
     for world in worlds:
         start = functools.partial(Ranks, world, "gloo" if options.gloo else "nccl", one_gpu=options.one_gpu)

@@ -21,7 +21,6 @@ from typing import Any
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 PRELOAD += ["torch._inductor.compile_fx", "torch._dynamo.backends.debugging", "cutlass.cute"]
 PRELOAD += ["attention.distributed", "sparse_collective.distributed", __name__]
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's switch: ranks that share a GPU share memory
 COLLECTIVE_SECONDS = {"gloo": 60, "nccl": 300}  # that a collective waits; on GPUs a rank may be compiling kernels
 
 
@@ -32,7 +31,7 @@ def free_port() -> int:
 
 
 def _serve(
-    rank: int, world: int, backend: str, port: int, seconds: float, group: bool, one_gpu: bool, inbox: Any, outbox: Any
+    rank: int, world: int, backend: str, port: int, seconds: float, group: bool, one_gpu: str, inbox: Any, outbox: Any
 ) -> None:
     """Body of a process: run the checks that arrive until None does."""
     if not group and backend == "gloo":
@@ -45,7 +44,8 @@ def _serve(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     gpu = 0 if one_gpu else rank
     if one_gpu:  # for NCCL each rank is a host of its own, or it would refuse a GPU that two ranks have
-        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", OVERLAPPING: "1"}
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(one_gpu == "host"))
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     if group:
         if device.type == "cuda":
@@ -74,12 +74,13 @@ class Ranks:
     """`world` processes of one process group; they start with the first check, and again after one that fails.
 
     group: if False, processes start as torchrun starts them: with its environment variables and without a group.
-    one_gpu: all ranks use the first GPU. NCCL's data then pass through sockets of this machine.
+    one_gpu: "host" or "hosts": all ranks use the first GPU, and NCCL's data pass through sockets of this machine. As of
+        one host, ranks also read each other's memory, where layers do so.
     """
 
     def __init__(
         self, world: int, backend: str = "gloo", collective_seconds: float | None = None, group: bool = True,
-        one_gpu: bool = False,
+        one_gpu: str = "",
     ) -> None:  # fmt: skip
         self.world, self.backend, self.group, self.one_gpu = world, backend, group, one_gpu
         self.collective_seconds = collective_seconds or COLLECTIVE_SECONDS[backend]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .side_by_side import SideBySide
-from .torch_compat import has_mapped_memory, symmetric_buffer, timeout_ms
+from .torch_compat import has_mapped_memory, may_share_a_device, symmetric_buffer, timeout_ms
 
 __all__ = ["PeerBuffer", "Peers", "peers_of"]
 
@@ -60,8 +60,8 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
     here = [seen.get(uuid) for _, uuid in found]
     # A process that sees its own GPU alone cannot ask for the others; CUDA IPC works all the same.
     reach = all(i is None or i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in here)
-    fits = bool(host) and len({host for host, _ in found}) == 1 and len({uuid for _, uuid in found}) == ranks and reach
-    fits = fits and has_mapped_memory(device)
+    distinct = len({uuid for _, uuid in found}) == ranks or may_share_a_device()
+    fits = bool(host) and len({host for host, _ in found}) == 1 and distinct and reach and has_mapped_memory(device)
     answers: list[Any] = [None] * ranks
     dist.all_gather_object(answers, fits, group=group)
     return all(answers)

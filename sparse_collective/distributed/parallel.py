@@ -94,7 +94,7 @@ class TensorParallel(PlacedState):
     def overlapped(self, x: Tensor) -> Tensor:
         """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication during the GEMM."""
         W, group, bias = self.weight, self.place.mesh.get_group(), self.own_bias()
-        flat, shape = x.reshape(-1, x.shape[-1]), x.shape
+        flat, shape = x.flatten(0, -2), x.shape  # reshape(-1, 0) is an error: of few blocks a rank may have no feature
         if self.place.dim:
             y = self.sum_after(LinearScatter.apply(flat, W.stored, W, group))
             return y.view(shape[0] // self.place.mesh.size(), *shape[1:-1], y.shape[-1])
@@ -256,7 +256,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
             return None
         self.compare_tokens(x)
         W, down_W, bias, group = self.weight, down.weight, self.own_bias(), self.place.mesh.get_group()
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.flatten(0, -2)
         if requires_gradient(x, W, down_W, bias):
             y = FeedForward.apply(flat, W.stored, bias, down_W.stored, W, down_W, self.activation, group)
         else:

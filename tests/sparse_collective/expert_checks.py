@@ -78,7 +78,7 @@ def compare(model, alone, x, counts, call=lambda m, x, counts: m(x), names=WEIGH
 def counts_of(total):
     """Numbers of tokens: the first rank has none."""
     ranks = dist.get_world_size()
-    rest = [total // (ranks - 1) - 3 * i for i in range(ranks - 1)]
+    rest = [max(total // (ranks - 1) - 3 * i, 0) for i in range(ranks - 1)]  # of many ranks the last ones have none
     return [0, *rest]
 
 

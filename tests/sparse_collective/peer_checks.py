@@ -1,7 +1,6 @@
 """Checks of expert parallelism between ranks that read each other's memory, which each rank runs; see tests/ranks.py.
 
-GPUs of one host do so anyway, ranks that share a GPU do so here alone. On the CPU, ranks map the same files, and the
-emulator runs the kernels.
+GPUs of one host do so anyway. On the CPU, ranks map the same files, and the emulator runs the kernels.
 """
 
 import contextlib
@@ -21,12 +20,11 @@ from sparse_collective.expert_rows import dispatch as rows
 from sparse_collective.expert_rows.config import RowsFacts
 
 from ..emulator.emulate import emulated, emulator
-from ..ranks import OVERLAPPING
 from . import expert_checks
 from .distributed_checks import mesh_of, near, normal, raises
 from .expert_checks import EXPERTS, counts_of, mixture, own_tokens, parallelized
 
-PEERS = {}  # group -> Peers
+PEERS = {}  # group -> SharedFiles
 
 
 class Mapped:
@@ -76,21 +74,18 @@ def by_emulator(source, step, dtype=torch.bfloat16, out_dtype=torch.bfloat16, we
 @contextlib.contextmanager
 def shared_memory(device):
     """Ranks read each other's memory inside of the block, and check that they did."""
-
-    def peers_of(group, device):
-        if group not in PEERS:
-            PEERS[group] = (SharedFiles if device.type == "cpu" else Peers)(group, device)
-        return PEERS[group]
-
-    if device.type == "cuda" and not os.environ.get(OVERLAPPING):
+    if device.type == "cuda":
         assert dispatch.peers_of(mesh_of(device).get_group(), device), "the GPUs of this host read each other's memory"
         yield
         return
+
+    def peers_of(group, device):
+        if group not in PEERS:
+            PEERS[group] = SharedFiles(group, device)
+        return PEERS[group]
+
     before = sum(peers._round for peers in PEERS.values())
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(dispatch, "peers_of", peers_of))
-        if device.type == "cpu":
-            patches.enter_context(mock.patch.object(rows, "_function", by_emulator))
+    with mock.patch.object(dispatch, "peers_of", peers_of), mock.patch.object(rows, "_function", by_emulator):
         yield
     assert sum(peers._round for peers in PEERS.values()) > before
 

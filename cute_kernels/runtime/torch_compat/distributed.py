@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -79,6 +80,11 @@ def symmetric_buffer(size: int, device: torch.device, group: Any) -> tuple[Tenso
     with torch.inference_mode(False):  # or only calls in inference mode could write to it
         buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
     return buffer, symmetric.rendezvous(buffer, group)
+
+
+def may_share_a_device() -> bool:
+    """True if symmetric memory allows several ranks on one GPU, by torch's environment variable."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def has_mapped_memory(device: torch.device) -> bool:
