@@ -5,8 +5,8 @@ host; pytest runs them with gloo on the CPU.
 Writes FOLDER/<card>/tests-distributed.json: the machine, versions, commit, and the outcome of each check. The exit
 status is 0 only if all passed. With --one-gpu all ranks share the first GPU, and the file is
 tests-distributed-one-gpu.json: kernels, streams and collectives are those of several GPUs, but NCCL's data pass through
-sockets, and the ranks take turns. --one-gpu hosts is for what runs on several hosts, where no rank reads the memory of
-another. With --gloo the checks run on the CPU, and no file is written.
+sockets, and the ranks take turns. --one-gpu hosts (tests-distributed-one-gpu-hosts.json) is for what runs on several
+hosts, where no rank reads the memory of another. With --gloo the checks run on the CPU, and no file is written.
 """
 
 import argparse
@@ -131,8 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         passed, all_of_them = counts()[0], len(worlds) * (len(names) + len(codes))
         missing = all_of_them - sum(counts())
         data = {"machine": about, "ok": passed == all_of_them, "not_run": missing, "ranks": found}
-        suite = "tests-distributed" + (options.one_gpu and f"-one-gpu{options.one_gpu[4:]}")
-        return save(options.out, about["card"], suite, data)
+        suite = {"": "", "host": "-one-gpu", "hosts": "-one-gpu-hosts"}[options.one_gpu]
+        return save(options.out, about["card"], f"tests-distributed{suite}", data)
 
     for world in worlds:
         start = functools.partial(Ranks, world, "gloo" if options.gloo else "nccl", one_gpu=options.one_gpu)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .side_by_side import SideBySide
-from .torch_compat import has_mapped_memory, may_share_a_device, symmetric_buffer, timeout_ms
+from .torch_compat import has_mapped_memory, may_share_a_device, symmetric_buffer, timeout_ms, without_modes
 
 __all__ = ["PeerBuffer", "Peers", "peers_of"]
 
@@ -41,7 +41,8 @@ def peers_of(group: Any, device: torch.device) -> Peers | None:
     if device.type != "cuda":
         return None
     if group not in _FOUND:
-        _FOUND[group] = Peers(group, device) if _share_a_host(group, device) else None
+        with without_modes():  # only the first call compares; activation checkpointing must not see that
+            _FOUND[group] = Peers(group, device) if _share_a_host(group, device) else None
     return _FOUND[group]
 
 
@@ -109,7 +110,7 @@ class PeerBuffer:
     def views(self, key: Any, make: Callable[[], Any]) -> Any:
         """Views of it that make() returns, cached by `key`: later rounds with this buffer and size share them."""
         if key not in self._views:
-            with torch.inference_mode(False):  # or calls outside of it could not write to them
+            with torch.inference_mode(False), without_modes():  # or calls outside of it could not write to them
                 self._views[key] = make()
         return self._views[key]
 
@@ -155,7 +156,8 @@ class Peers:
         kept = self._buffers[place]
         if kept is None or len(kept.own) < size:
             del kept  # frees it before the new one is made
-            kept = self._buffers[place] = self._made(place, size)
+            with without_modes():
+                kept = self._buffers[place] = self._made(place, size)
         sized = self._sized[place]
         if size not in sized:
             if len(sized) == SIZES:

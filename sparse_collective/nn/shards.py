@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_compat import is_dtensor, resize_fully_sharded
+from cute_kernels.runtime.torch_compat import is_dtensor, resize_fully_sharded, without_modes
 
 from ..pattern_update import moved
 
@@ -158,9 +158,10 @@ def replace_shards(parameter: Any, new: Any) -> None:
 def pattern_hash(*tensors: Tensor) -> int:
     """A 63-bit hash of the contents of int tensors. Synchronizes."""
     digest = hashlib.blake2b(digest_size=8)
-    for t in tensors:
-        digest.update(str(tuple(t.shape)).encode())
-        digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    with without_modes():
+        for t in tensors:
+            digest.update(str(tuple(t.shape)).encode())
+            digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -180,6 +181,14 @@ def check_same(
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
         TypeError, ValueError: those of the function, on its rank; RuntimeError with their text on the other ranks.
     """
+    with without_modes():  # recomputation by activation checkpointing, which compares nothing, runs the same operations
+        _compare(op, what, number, mesh, advice, dims, more)
+
+
+def _compare(
+    op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None,
+    more: Sequence[Any],
+) -> None:  # fmt: skip
     import torch.distributed as dist
 
     error, refusal = "", None

@@ -4,6 +4,7 @@ Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same num
 """
 
 import copy
+import functools
 from unittest import mock
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
@@ -320,6 +322,29 @@ def mixture(device):
         near(model.router.weight.grad, alone.router.weight.grad)
 
 
+def gradient_with_selective_checkpointing(model, x):
+    """The gradient of x; recomputed is all but concatenations, which a first call's comparison of ranks has, too."""
+
+    def saves_cat(ctx, op, *_, **__):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.cat.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x):
+        return torch.cat((model(x), x), -1).square()
+
+    leaf = x.clone().requires_grad_()
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_cat)
+    checkpoint(block, leaf, use_reentrant=False, context_fn=contexts).sum().backward()
+    return leaf.grad
+
+
+def selective_checkpointing(device):
+    alone, x = pair(device), normal(20, 128, device=device)
+    found, expected = (
+        gradient_with_selective_checkpointing(model, x) for model in (parallelized(alone, mesh_of(device)), alone)
+    )
+    near(found, expected)
+
+
 def compiled(device):
     """Tensor-parallel layers that are compiled before any eager call: results and gradients of eager calls.
 
@@ -448,6 +473,7 @@ CHECKS = [
     gated,
     experts,
     mixture,
+    selective_checkpointing,
     compiled,
     optimized,
     states,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sparse_collective.nn import (
@@ -26,7 +26,16 @@ from sparse_collective.nn import (
     prune_,
 )
 
-from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises, whole
+from .distributed_checks import (
+    dtype_of,
+    facts,
+    gradient_with_selective_checkpointing,
+    mesh_of,
+    near,
+    normal,
+    raises,
+    whole,
+)
 from .expert_checks import exact_route
 
 
@@ -165,6 +174,33 @@ def pattern_changes(device):
         train(model, alone, optimizers, seed=3)
         agree(model, alone, 3)
         raises(ValueError, "keep at least one block", prune_, model[0], 0.0)
+
+
+def gradients_not_reduced(device):
+    """FSDP2's accumulated gradients are of the earlier blocks: patterns do not change before they are reduced."""
+    ranks = dist.get_world_size()
+    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for mesh, policy, sync in (
+        (mesh_of(device), MixedPrecisionPolicy(), "set_requires_gradient_sync"),
+        (mesh_of(device), wide, "set_requires_gradient_sync"),
+        (mesh_of(device, ranks, 1, names=("replicas", "shards")), MixedPrecisionPolicy(), "set_requires_all_reduce"),
+    ):
+        alone = models(device)["root"][0]
+        model = fully_shard(copy.deepcopy(alone), mesh=mesh, mp_policy=policy)
+        x = normal(8, 128, device=device)
+        for synchronized in (False, True):
+            getattr(model, sync)(synchronized)
+            model(x).float().square().mean().backward()
+            alone(x).float().square().mean().backward()
+            model.reshard()
+            if not synchronized:
+                raises(RuntimeError, "not reduced yet", prune_, model[0], 0.3)
+                raises(RuntimeError, "not reduced yet", change_pattern_, model[1], 0.3, grow="random")
+        for m in (model, alone):
+            prune_(m[0], 0.3, scores=torch.arange(m[0].nnz, device=device))
+        agree(model, alone)
+        for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            near(whole(found.grad), expected.grad, 3)
 
 
 def regrowth_by_gradients(device):
@@ -338,6 +374,7 @@ def made_on_the_meta_device(device):
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             set_model_state_dict(model, alone.state_dict() if dist.get_rank() == 0 else {}, options=options)
         agree(model, alone)
+        near(gradient_with_selective_checkpointing(model, x), gradient_with_selective_checkpointing(alone, x))
         near(model(x), alone(x))
 
 
@@ -384,6 +421,7 @@ CHECKS = [
     fully_sharded_training,
     hybrid_sharding,
     pattern_changes,
+    gradients_not_reduced,
     regrowth_by_gradients,
     choices_that_differ,
     choices_that_differ_in_a_group,

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 from .distributed import (
     all_gather_single,
     has_mapped_memory,
+    has_unreduced_gradient,
     is_dtensor,
     may_share_a_device,
     reduce_scatter_single,
@@ -95,6 +96,7 @@ __all__ = [
     "schema_arguments",
     "schema_of",
     "has_mapped_memory",
+    "has_unreduced_gradient",
     "may_share_a_device",
     "symmetric_buffer",
     "tensor_at",

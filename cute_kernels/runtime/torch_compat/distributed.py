@@ -20,13 +20,8 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
-    """Let FSDP2 know that a sharded parameter has another size in dimension 0; nothing if FSDP2 does not manage it.
-
-    Args:
-        parameter: a DTensor whose local tensor is the beginning of `room`.
-        room: as many entries as the largest shard has.
-    """
+def _managed(parameter: Tensor) -> tuple[Any, Any] | None:
+    """FSDP2's group of parameters and FSDPParam that manage a sharded parameter; None if it does not."""
     states = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
         state: Any = reference()
@@ -34,8 +29,29 @@ def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
         for group in groups:
             for managed in getattr(group, "fsdp_params", ()):
                 if managed.sharded_param is parameter:
-                    _resize_managed(managed, parameter, room)
-                    return
+                    return group, managed
+    return None
+
+
+def has_unreduced_gradient(parameter: Tensor) -> bool:
+    """True if FSDP2 holds a gradient of a sharded parameter that is not reduced, or not to all replicas, as after
+    set_requires_gradient_sync(False) or set_requires_all_reduce(False)."""
+    if (found := _managed(parameter)) is None:
+        return False
+    group, managed = found
+    kept = getattr(getattr(managed, "_unsharded_param", None), "grad", None), managed.unsharded_accumulated_grad
+    return any(t is not None for t in (*kept, getattr(group, "_partial_reduce_output", None)))
+
+
+def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
+    """Let FSDP2 know that a sharded parameter has another size in dimension 0; nothing if FSDP2 does not manage it.
+
+    Args:
+        parameter: a DTensor whose local tensor is the beginning of `room`.
+        room: as many entries as the largest shard has.
+    """
+    if found := _managed(parameter):
+        _resize_managed(found[1], parameter, room)
 
 
 def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.runtime.torch_compat import is_dtensor
+from cute_kernels.runtime.torch_compat import has_unreduced_gradient, is_dtensor
 
 from ...pattern import Pattern, indices_of, ranks, top_keys, top_keys_of_rows
 from ...pattern_update import moved, origins, update_pattern_
@@ -94,7 +94,8 @@ def prune_(
 
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
-        RuntimeError: values are sharded by fully_shard and currently gathered; or ranks would select different blocks.
+        RuntimeError: values are sharded by fully_shard and gathered at present, or have gradients that are not reduced
+            yet (set_requires_gradient_sync(False)); or ranks would select different blocks.
         ValueError: not exactly one of density and per_row is passed, or more blocks are requested than are stored.
 
     Example:
@@ -164,7 +165,8 @@ def change_pattern_(
 
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
-        RuntimeError: values are sharded by fully_shard and currently gathered; or ranks would select different blocks.
+        RuntimeError: values are sharded by fully_shard and gathered at present, or have gradients that are not reduced
+            yet (set_requires_gradient_sync(False)); or ranks would select different blocks.
         ValueError: fraction or grow is invalid, or even_rows is passed for block rows of different lengths.
 
     Example:
@@ -237,6 +239,11 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
         raise RuntimeError(
             f"{op}: values of this layer are gathered at present, as between forward and backward; call reshard() of "
             "the module that fully_shard was applied to"
+        )
+    if has_unreduced_gradient(layer.values):
+        raise RuntimeError(
+            f"{op}: FSDP2 holds gradients of this layer's earlier blocks that are not reduced yet; call it after a "
+            "backward pass with set_requires_gradient_sync(True) and set_requires_all_reduce(True)"
         )
     shard_dim(layer.values)
 
