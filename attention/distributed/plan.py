@@ -94,6 +94,8 @@ class ContextParallelPlan:
             >>> ids, labels = plan.shard(ids, 1), plan.shard(labels, 1, value=-100)
         """
         _check_tokens("shard: x", x, dim, self.length)
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"shard: value must be a number, which fills the padding, got {value!r}")
         positions = self.positions.to(x.device)
         if self.length == 0:
             return x.new_full((*x.shape[:dim], len(positions), *x.shape[dim:][1:]), value)
@@ -151,6 +153,8 @@ def _check_tokens(name: str, x: Tensor, dim: int, length: int) -> None:
     """Check that a tensor has `length` tokens along a dimension, which may be negative."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name.partition(':')[0]}: dim must be an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != length:
         raise ValueError(f"{name} must have {length} tokens in dimension {dim}, got shape {tuple(x.shape)}")
 
@@ -174,7 +178,7 @@ def plan_context_parallel(
     Args:
         mask: a BlockMask or FlexAttention's, with as many queries as keys, for all heads or per head; or None, and the
             mask of the arguments below.
-        mesh: a DeviceMesh of one dimension; all its processes call this with the same mask.
+        mesh: a DeviceMesh of one dimension; all its processes, and no others, call this with the same mask.
         length: tokens of the whole sequence, S, if mask is None.
         causal, window_size: see attention.
         cu_seqlens: (B + 1,) int32 or int64, for packed sequences: tokens attend to their own sequence only. They begin
@@ -215,6 +219,8 @@ def plan_context_parallel(
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise TypeError(f"{OP}: mesh must be a DeviceMesh of one dimension, such as mesh['cp'], got {mesh!r}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{OP}: this process is not in the mesh, {mesh!r}; only its own processes plan")
     if not isinstance(check, bool):
         raise TypeError(f"{OP}: check must be True or False, got {check!r}")
     group = mesh.get_group()
@@ -299,7 +305,9 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, cap
     tile = max(mask.blocksize)
     if isinstance(deal, ContextParallelPlan):
         if (deal.length, deal.tile, deal.size) != (length, tile, size):
-            raise ValueError(f"{OP}: deal must be a plan of {length} tokens in tiles of {tile}, got {deal!r}")
+            raise ValueError(
+                f"{OP}: deal must be a plan of {length} tokens in tiles of {tile} for {size} processes, got {deal!r}"
+            )
     elif deal not in ("auto", *dealing.DEALS):
         raise ValueError(f"{OP}: deal must be 'auto' or one of {', '.join(map(repr, dealing.DEALS))}, got {deal!r}")
     if capacity is None:
@@ -345,6 +353,8 @@ def _mask_of(length, causal, window_size, cu_seqlens, device) -> BlockMask:
     """The mask of the arguments of these names."""
     if not isinstance(length, int) or isinstance(length, bool):
         raise TypeError(f"{OP}: without a mask, length must be the number of tokens, got {length!r}")
+    if length < 0:
+        raise ValueError(f"{OP}: length must be at least 0, got {length}")
     lengths = length, length
     if cu_seqlens is not None:
         return patterns.packed_documents(cu_seqlens, lengths=lengths, window_size=window_size, causal=causal)

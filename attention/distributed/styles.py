@@ -27,7 +27,10 @@ class ContextParallel(ParallelStyle):
     parameters, and calls F.scaled_dot_product_attention, flex_attention or attention.attention.
 
     Its q, k and v, by position or by these names, are (B, H or Hkv, L, D), the shards of this process as plan.shard
-    makes them: tensors, or DTensors of the mesh with placements [Shard(2)]; the output is then one, too. scale,
+    makes them: tensors, or DTensors of the mesh with placements [Shard(2)]; the output is then one, too. The local
+    tensors of DTensors are plan.shard's as well, so their whole tensors have the plan's order of tokens, padding
+    included: DTensor.from_local(plan.shard(q, 2), mesh, [Shard(2)]). What distribute_tensor makes has the order of the
+    sequence, which is that of the plan for deal="contiguous" alone; others give wrong results without an error. scale,
     softcap, score_mod, return_lse and deterministic are passed on. enable_gqa has no effect: k and v may always have
     fewer heads. Other keyword arguments (is_causal, attn_mask, block_mask, dropout_p) must be None, False or 0: masks
     are part of the plan.

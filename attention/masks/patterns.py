@@ -48,7 +48,7 @@ def sliding_window(
     """Window: row q, at position p, attends to columns p - left to p + right, (left, right) = window_size.
 
     Args:
-        window_size: (left, right); None is unbounded.
+        window_size: (left, right); None, or -1, is unbounded.
         global_columns: number of first columns that all rows attend to (attention sinks).
         global_rows: number of first positions whose rows attend to all columns.
         causal: True masks all columns past the row's position.
@@ -113,7 +113,8 @@ def packed_documents(
             raise TypeError(f"{name} must be a strided tensor of int32 or int64, got {describe(t)}")
         if t.dim() != 1 or len(t) < 2 or t.shape != cu_q.shape or t.device != cu_q.device:
             raise ValueError(
-                f"{name} must have one dimension of at least 2 entries, as many as cu_seqlens_q and on its device, "
+                f"{name} must have one dimension of at least 2 entries"
+                f"{', as many as cu_seqlens_q and on its device' if t is not cu_q else ''}, "
                 f"got {tuple(t.shape)} on {t.device}"
             )
     left, right = window_bounds(window_size, causal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def placed_as(mine: Any, value: Any) -> Any:
     whole = torch.empty(mine.shape, dtype=mine.dtype, device=device)
     if value is not None:
         whole.copy_(value)
-    torch.distributed.broadcast(whole, 0)
+    flat = whole.view(-1)  # a view of bytes needs a dimension; gloo has no FP8
+    torch.distributed.broadcast(flat.view(torch.uint8) if flat.element_size() == 1 else flat, 0)
     if placed is None:
         return whole
     return distribute_tensor(whole, placed.device_mesh, placed.placements, src_data_rank=None).to(mine.device)
@@ -125,6 +127,8 @@ def placed_as(mine: Any, value: Any) -> Any:
 
 def misfits(own: dict[str, Any], state: dict[str, Any]) -> str:
     """The reason why a full state does not fit a model's, or ""."""
+    if not isinstance(state, Mapping):
+        return f"rank 0 must pass a state dict, got {type(state).__name__}"
     if own.keys() != state.keys():
         missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         return f"keys missing in the state: {missing}; keys that the model does not have: {extra}"

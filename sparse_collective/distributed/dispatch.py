@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from cute_kernels.runtime.peers import peers_of
 
 from ..expert_rows.dispatch import supports
-from ..nn.feed_forward import check_routing, combined
+from ..nn.feed_forward import combined
 from .peer_dispatch import routed_over_peers
 from .routing import Layers, Routing
 
@@ -156,7 +156,7 @@ def routed_over_ranks(
     Args:
         x: (T, K), this rank's tokens; T differs between ranks and may be 0.
         choices: (T, k) int64, in [0, experts).
-        weights: (T, k), by which the results of a token's choices are multiplied.
+        weights: (T, k), by which the results of a token's choices are multiplied. Shapes are checked before.
         experts: of all ranks, a multiple of them; each holds as many, in the order of ranks.
         group_rows: rows of a run.
         layers: this rank's experts, from (rows, K) to as many results. They may write these to what `room()` returns.
@@ -166,10 +166,8 @@ def routed_over_ranks(
         (T, K) of x's dtype, summed in FP32 at least. Differentiable once. Synchronizes.
 
     Raises:
-        ValueError: the shapes of x, choices and weights do not fit each other, on this rank alone; or a choice is no
-            expert, on all ranks.
+        ValueError: a choice is no expert; on all ranks.
     """
-    check_routing(x, choices, weights)
     peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
     if peers is not None and supports(x, weights, experts):
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)

@@ -6,6 +6,7 @@ different numbers of blocks: then each rank has room for as many blocks as the l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cute_kernels.runtime.torch_compat import is_dtensor
 
 from ..nn.experts import BsrExperts
-from ..nn.feed_forward import BsrMixtureOfExperts
+from ..nn.feed_forward import BsrMixtureOfExperts, check_routing
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear
@@ -86,6 +87,35 @@ class OverRanks(nn.Module):
 
     place: PlacedExperts
 
+    def check_tokens(self, x: Any) -> None:
+        """Reject tokens that this rank's experts do not take, before a router sees them."""
+        name, experts = type(self).__name__, self.first
+        if is_dtensor(x):
+            raise TypeError(
+                f"{name}: tokens are a DTensor placed as {x.placements}; pass this rank's tokens, x.to_local()"
+            )
+        if x.shape[-1] != experts.in_features:
+            raise ValueError(f"{name}: tokens have {x.shape[-1]} features, the experts {experts.in_features}")
+        dtype = experts.values.dtype
+        if x.dtype is not dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: tokens are {x.dtype} but experts {dtype}; cast them: x.to({dtype})")
+
+    @property
+    def first(self) -> LocalExperts:
+        """The first layer of experts."""
+        return next(layer for layer in self.children() if isinstance(layer, LocalExperts))
+
+    def refuse(self, k: int, weights: torch.dtype, experts: int) -> None:
+        """Take part in the exchange of a call in which this rank has an error: with k choices that are no expert, so
+        that all ranks raise, and none waits for this one."""
+        if self.place.mesh.size() == 1 or torch.compiler.is_compiling():
+            return
+        values = self.first.values
+        x = torch.zeros(1, self.first.in_features, dtype=values.dtype, device=values.device)
+        choices = torch.full((1, k), -1, dtype=torch.int64, device=x.device)
+        with contextlib.suppress(ValueError), torch.no_grad():
+            self.over_ranks(x, choices, torch.zeros(1, k, dtype=weights, device=x.device), experts)
+
     def over_ranks(self, x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> Tensor:
         """The experts' weighted results for tokens x (T, dim) of this rank."""
         module: Any = self
@@ -102,9 +132,14 @@ class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):
     """A BsrMixtureOfExperts over the ranks of a mesh. Its router is whole on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        check_local(self, x)
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, choices = self.route(tokens)
+        try:
+            self.check_tokens(x)
+            tokens = x.reshape(-1, x.shape[-1])
+            weights, choices = self.route(tokens)
+            check_routing(tokens, choices, weights)
+        except Exception:
+            self.refuse(self.top_k, torch.float32, self.experts)
+            raise
         return self.over_ranks(tokens, choices, weights, self.experts).view(x.shape)
 
 
@@ -112,19 +147,16 @@ class ParallelExperts(OverRanks, BsrExperts):
     """A BsrExperts over the ranks of a mesh."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        check_local(self, hidden_states)
+        try:
+            self.check_tokens(hidden_states)
+            check_routing(hidden_states, top_k_index, top_k_weights)
+        except Exception:
+            self.refuse(top_k_index.shape[-1], top_k_weights.dtype, self.num_experts)
+            raise
         return self.over_ranks(hidden_states, top_k_index, top_k_weights, self.num_experts)
 
 
 KINDS: dict[type, type] = {BsrMixtureOfExperts: ParallelMixtureOfExperts, BsrExperts: ParallelExperts}
-
-
-def check_local(module: nn.Module, x: Any) -> None:
-    if is_dtensor(x):
-        raise TypeError(
-            f"{type(module).__name__}: tokens are a DTensor placed as {x.placements}; pass this rank's tokens, "
-            "x.to_local()"
-        )
 
 
 class BsrExpertParallel(ParallelStyle):

@@ -43,22 +43,42 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
     if not hasattr(mesh, "get_local_rank") or not isinstance(placements, Sequence):
         got = f"{type(mesh).__name__} and {type(placements).__name__}"
         raise TypeError(f"distribute_bsr takes a DeviceMesh and a list of its placements, got {got}")
-    if len(placements) != mesh.ndim:
-        raise ValueError(f"distribute_bsr: {len(placements)} placements for a mesh of {mesh.ndim} dimensions")
-    if balance not in get_args(Balance):
-        raise ValueError(f"distribute_bsr: balance is {balance!r}; use one of {get_args(Balance)}")
-    rows = len(W.shape) - 2
-    for placement in placements:
-        if not (placement.is_replicate() or placement.is_shard() and placement.dim in (rows, rows + 1, -2, -1)):
-            raise ValueError(
-                f"distribute_bsr: {placement} is not supported; use Replicate(), Shard({rows}) for rows or "
-                f"Shard({rows + 1}) for columns"
-            )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"distribute_bsr: this rank is not in the mesh, {mesh!r}")
+
+    def checked() -> int:
+        check_arguments(W, mesh, placements, balance)
+        return pattern_hash(*W.indices)
+
     check_same(
-        "distribute_bsr", "the pattern", pattern_hash(*W.indices), mesh,
-        "load one matrix on all ranks, or make it from one seed",
+        "distribute_bsr", "the pattern", checked, mesh, "load one matrix on all ranks, or make it from one seed",
     )  # fmt: skip
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             W = W.split(placement.dim, mesh.size(dim), balance=balance)[mesh.get_local_rank(dim)]
     return W
+
+
+def check_arguments(W: BsrMatrix, mesh: Any, placements: Sequence[Any], balance: Balance | None) -> None:
+    """Reject arguments of distribute_bsr.
+
+    Raises:
+        TypeError: W is no BsrMatrix.
+        ValueError: see distribute_bsr.
+    """
+    if not isinstance(W, BsrMatrix):
+        raise TypeError(f"distribute_bsr: W must be a BsrMatrix, got {type(W).__name__}")
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"distribute_bsr: {len(placements)} placements for a mesh of {mesh.ndim} dimensions")
+    if balance not in get_args(Balance):
+        raise ValueError(f"distribute_bsr: balance is {balance!r}; use one of {get_args(Balance)}")
+    from torch.distributed.tensor import Replicate, Shard
+
+    rows = len(W.shape) - 2
+    for placement in placements:
+        sharded = type(placement) is Shard and placement.dim in (rows, rows + 1, -2, -1)
+        if not (sharded or isinstance(placement, Replicate)):
+            raise ValueError(
+                f"distribute_bsr: {placement!r} is not supported; use Replicate(), Shard({rows}) for rows or "
+                f"Shard({rows + 1}) for columns"
+            )

@@ -120,21 +120,48 @@ class TensorParallel(PlacedState):
         return x.shape[-1] == self.matrix_shape[-1]  # else the product raises, and no transfer has begun
 
     def compare_tokens(self, x: Any) -> None:
-        """Compare the tokens' shapes on all ranks; collectives take them to be equal. Synchronizes if the shape is new.
+        """Compare the tokens on all ranks, but for the number of features that are split; collectives take them to be
+        equal. Synchronizes if the shape is new.
 
         Nothing where shapes are those of a DTensor, and while torch.compile, CUDA graphs or fake tensors record a call.
+        All ranks must come here together: a rank whose shape alone is new waits for the others.
 
         Raises:
-            RuntimeError: they differ; on all ranks.
+            ValueError: this rank's tokens have the wrong number of features.
+            RuntimeError: they differ, or another rank raised that; on all ranks.
         """
         if type(x) is not Tensor or x.shape[:-1] == self.tokens_compared or recorded(x):
             return
-        shape = tuple(x.shape[:-1])
+        split = features(self.place.inputs[0], x.dim() - 1)
+        shown = f"{tuple(x.shape[:-1] if split else x.shape)} of {x.dtype}"
+
+        def checked() -> int:
+            self.check_features(x)
+            return zlib.crc32(shown.encode())
+
         check_same(
-            type(self).__name__, f"the shape of the tokens, here {shape},", zlib.crc32(repr(shape).encode()),
-            self.place.mesh, "pad them to one shape, or pass x as a DTensor",
+            type(self).__name__, f"the shape or dtype of the tokens, here {shown},", checked, self.place.mesh,
+            "pad them to one shape, or pass x as a DTensor",
         )  # fmt: skip
-        self.tokens_compared = shape
+        self.tokens_compared = x.shape[:-1]
+
+    def check_features(self, x: Tensor) -> None:
+        """Reject another number of features than this rank is to pass, before anything moves.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        place = self.place
+        split, wanted = features(place.inputs[0], x.dim() - 1) and not is_dtensor(x), self.in_features
+        if split and not place.dim:
+            return  # gathered: any part of them
+        if split:
+            wanted = self.local_extent
+        if x.shape[-1] != wanted:
+            raise ValueError(
+                f"{type(self).__name__}: x has {x.shape[-1]} features, and with input_layouts={place.inputs[0]} this "
+                f"rank passes {wanted} of the layer's {self.in_features}"
+            )
 
     def check_next(self, layer: Any) -> None:
         """Compare this layer's output features with the input features of the layer after it, rank by rank.
@@ -153,13 +180,9 @@ class TensorParallel(PlacedState):
 
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
-        if place.dim and not features(place.inputs[0], x.dim() - 1) and x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__}: x has {x.shape[-1]} features, the layer {self.in_features}; with "
-                f"input_layouts={place.inputs[0]} each rank passes all features"
-            )
         if self.tokens_compared is None or place.overlap:
             self.compare_tokens(x)
+        self.check_features(x)
         if self.overlaps(x, routing, options):
             return self.overlapped(x)
         if place.dim == 0:

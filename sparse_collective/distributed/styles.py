@@ -165,7 +165,7 @@ def check_routing(style: Any, module: nn.Module, which: str, layout: Any) -> Non
 
 
 def check_mesh(style: Any, mesh: Any) -> None:
-    """Reject a mesh with several dimensions, or with ranks that do not ascend.
+    """Reject a mesh with several dimensions, of other ranks, or with ranks that do not ascend.
 
     Torch splits a DTensor by the order of ranks in the mesh, and gathers it by that in the process group, which is
     ascending: a state dict would be permuted.
@@ -176,6 +176,8 @@ def check_mesh(style: Any, mesh: Any) -> None:
     name, ranks = type(style).__name__, mesh.mesh.tolist()
     if mesh.ndim != 1:
         raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass one, as mesh["tp"]')
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name}: this rank is not in the mesh, {mesh!r}")
     if ranks != sorted(ranks):
         raise ValueError(f"{name}: ranks of the mesh must ascend, got {ranks}; pass a mesh of {sorted(ranks)}")
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attention import block_sparse_attention, patterns, score_mods
+from attention import attention, block_sparse_attention, patterns, score_mods
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
@@ -330,6 +331,40 @@ def parallel_style(device):
         parallelize_module(Inner(), other, ContextParallel(plan))
 
 
+class Layer(torch.nn.Module):
+    """Attention of 4 heads of q and 2 of k and v; causal without a plan."""
+
+    def __init__(self, device, dtype):
+        super().__init__()
+        self.qkv, self.out = (torch.nn.Linear(*n, device=device, dtype=dtype) for n in ((128, 512), (256, 128)))
+
+    def forward(self, x, plan=None):
+        q, k, v = self.qkv(x).unflatten(-1, (8, 64)).transpose(1, 2).split((4, 2, 2), 1)
+        out = attention(q, k, v, causal=True) if plan is None else context_parallel_attention(q, k, v, plan)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def beside_data_parallel(device):
+    """Pairs of ranks share a sequence each, and FSDP2 shards over the ranks of a pair: the gradients of one process."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    sequences, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    torch.manual_seed(2)
+    alone = Layer("cpu", torch.float32)
+    x, dy = (torch.randn(sequences, LENGTH, 128, device="cpu") for _ in range(2))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    alone, x, dy = (t.to(device, dtype) for t in (alone, x, dy))
+    model = fully_shard(copy.deepcopy(alone), mesh=mesh)
+    plan = plan_context_parallel(mesh=mesh["cp"], length=LENGTH, causal=True)
+    mine, my_dy = (plan.shard(t[rank : rank + 1], 1) for t in (x, dy))
+    (mesh.size() * (model(mine, plan) * my_dy).sum() / (sequences * LENGTH)).backward()
+    alone.double().cpu()
+    ((alone(x.double().cpu()) * dy.double().cpu()).sum() / (sequences * LENGTH)).backward()
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        found, expected = found.grad.full_tensor().double().cpu(), expected.grad
+        error = (found - expected).norm() / expected.norm()
+        assert error < (2e-2 if dtype is torch.bfloat16 else 1e-4), f"{error:.2e}"
+
+
 def under_autocast(device):
     *tensors, dout = (t.float() for t in qkv(device))
     plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
@@ -478,6 +513,22 @@ def errors(device):
         context_parallel_attention(*tensors, plan)
     with pytest.raises(TypeError, match="plan must be what"):
         context_parallel_attention(*tensors, mesh)
+    of_three = patterns.BlockMask.from_blocks(
+        torch.ones(3, 8, 8, dtype=torch.bool, device=device), lengths=(LENGTH,) * 2
+    )
+    with no_collectives(), pytest.raises(ValueError, match="the plan's mask is of 1 batch items and 3 heads, q of 2"):
+        context_parallel_attention(*shards, plan_context_parallel(of_three, mesh, deal=plan, check=False))
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+        plan_context_parallel(mesh=mesh, length=-1)
+    with pytest.raises(ValueError, match=f"{LENGTH + 1} tokens in tiles of 128 for {mesh.size()} processes"):
+        plan_context_parallel(mesh=mesh, length=LENGTH + 1, deal=plan)
+    first = DeviceMesh(device.type, [0])  # all processes make it
+    if dist.get_rank():
+        with pytest.raises(ValueError, match="this process is not in the mesh"):
+            plan_context_parallel(mesh=first, length=LENGTH)
+    for options, text in (({"dim": "2"}, "shard: dim must be an int"), ({"dim": 2, "value": None}, "value must be a")):
+        with pytest.raises(TypeError, match=text):
+            plan.shard(tensors[0], **options)
 
 
 CHECKS = [
@@ -487,6 +538,7 @@ CHECKS = [
     selective_checkpointing,
     with_a_capacity,
     parallel_style,
+    beside_data_parallel,
     under_autocast,
     different_masks_are_refused,
     error_of_one_process,

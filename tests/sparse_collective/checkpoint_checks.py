@@ -32,7 +32,7 @@ from sparse_collective.distributed import (
     partition_hidden,
     register_optimizer_hooks,
 )
-from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, SwiGLU
+from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, Float8Config, SwiGLU, quantize_
 
 from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
 from .fsdp_checks import same_folder
@@ -220,6 +220,17 @@ def states_of_some_ranks(device):
         raises(ValueError, "rank 0, whose state is loaded, does not", load_full_state_dict, model, alone.state_dict())
 
 
+def states_of_fp8_layers(device):
+    """FP8 layers are whole on each rank; gloo broadcasts no FP8."""
+    more = {"density": 0.5, "device": device, "dtype": torch.bfloat16}
+    models = [nn.Sequential(BsrLinear(128, 128, blocksize=(64, 64), **more)) for _ in range(2)]
+    for model in models:
+        quantize_(model, Float8Config())
+    load_full_state_dict(models[0], full_state_dict(models[1]))
+    for mine, theirs in zip(*(m.state_dict().items() for m in models), strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1].view(-1).float(), theirs[1].view(-1).float())
+
+
 def refused_states(device):
     """States that would be read in a wrong order, or of other layers."""
     mesh, folder = mesh_of(device), same_folder()
@@ -233,6 +244,7 @@ def refused_states(device):
     raises(RuntimeError, "keys that the model does not have: ['2.bias']", load_full_state_dict, model, state)
     state = {**alone.state_dict(), "0.bias": alone[1].bias} if first else {}
     raises(RuntimeError, "0.bias has shape (96,), the model's (256,)", load_full_state_dict, model, state)
+    raises(RuntimeError, "must pass a state dict, got NoneType", load_full_state_dict, model, None)
     sharded = model.state_dict()
     for state, kind in ((sharded, "DTensor"), ({**alone.state_dict(), "0.values": 1.0}, "float")):
         words = f"0.values must be a torch.Tensor that is not sharded, got {kind}"
@@ -254,4 +266,11 @@ def refused_states(device):
     raises(TypeError, "use one with elementwise state", optimizer.state_dict)
 
 
-CHECKS = [full_states, states_with_fully_shard, states_of_offloaded_parameters, states_of_some_ranks, refused_states]
+CHECKS = [
+    full_states,
+    states_with_fully_shard,
+    states_of_offloaded_parameters,
+    states_of_some_ranks,
+    states_of_fp8_layers,
+    refused_states,
+]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse_collective import random_bsr
@@ -25,6 +25,8 @@ from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMix
 from sparse_collective.nn.shards import check_same
 
 from .distributed_checks import dtype_of, mesh_of, near, normal, pair, parallelized, raises
+from .expert_checks import DIM
+from .expert_checks import mixture as expert_mixture
 
 
 def distributed_matrix_of_other_patterns(device):
@@ -137,7 +139,12 @@ def other_features_in_the_next_layer(device):
             raises(ValueError, text, model, normal(20, 128, device=device))
     rows = BsrRowwiseParallel(input_layouts=Replicate())
     down = parallelize_module(BsrLinear(128, 64, blocksize=(32, 32), **more), mesh, rows)
-    raises(ValueError, "x has 64 features, the layer 128", down, normal(20, 64, device=device))
+    raises(
+        ValueError,
+        "x has 64 features, and with input_layouts=R this rank passes 128 of",
+        down,
+        normal(20, 64, device=device),
+    )
     experts = BsrExperts(
         BsrGroupedLinear(3, 64, 256, False, (32, 32), **more), BsrGroupedLinear(3, 128, 64, False, (32, 32), **more)
     )
@@ -152,10 +159,48 @@ def uneven_tokens(device):
     alone, tokens = pair(device)[0], normal(12 * mesh.size(), 128, device=device)
     for layout in (Replicate(), Shard(0)):
         model = parallelize_module(copy.deepcopy(alone), mesh, BsrColwiseParallel(input_layouts=layout))
-        text = f"the shape of the tokens, here ({12 + rank},), differs between ranks: ranks [0] agree"
+        shown = f"({12 + rank}, 128) of {dtype_of(device)}"
+        text = f"the shape or dtype of the tokens, here {shown}, differs between ranks: ranks [0] agree"
         raises(RuntimeError, text, model, normal(12 + rank, 128, device=device))
         x = tokens.chunk(mesh.size())[rank] if layout.is_shard() else tokens
         near(model(x), alone(tokens).chunk(mesh.size(), -1)[rank])
+
+
+def wrong_on_one_rank(device):
+    """An argument that is wrong on one rank alone raises on all, so that none waits, and the next call is right."""
+    mesh, last = mesh_of(device), dist.get_rank() == dist.get_world_size() - 1
+    W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
+    refuses(last, ValueError, "is not supported", distribute_bsr, W, mesh, [Partial() if last else Shard(0)])
+    refuses(last, TypeError, "W must be a BsrMatrix", distribute_bsr, W.values if last else W, mesh, [Shard(0)])
+
+    alone, x = pair(device), normal(20, 128, device=device)
+    model = parallelized(alone, mesh)
+    refuses(last, ValueError, "x has 96 features", model, x[:, :96] if last else x)
+    raises(RuntimeError, "differs between ranks", model, x.double() if last else x)
+    near(model(x), alone(x))
+    row, hidden = parallelize_module(copy.deepcopy(alone[1]), mesh, BsrRowwiseParallel()), alone[0](x)
+    hidden = hidden.chunk(mesh.size(), -1)[dist.get_rank()]
+    refuses(last, ValueError, "of the layer's 256", row, hidden[:, 32:] if last else hidden)
+    near(row(hidden.contiguous()), alone(x))
+
+    alone = expert_mixture(device)
+    experts, x = parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel()), normal(10, DIM, device=device)
+    for wrong, kind, text in (
+        (x[:, :32], ValueError, "tokens have 32 features, the experts 64"),
+        (x.double(), TypeError, "tokens are torch.float64 but experts"),
+    ):
+        refuses(
+            last, kind, text, experts, wrong if last else x, others=(ValueError, "or the rank raised another error")
+        )
+        near(experts(x), alone(x))
+
+
+def refuses(here, kind, text, function, *args, others=(RuntimeError, "")):
+    """The error on the rank that has a wrong argument, and on the others one that tells of it."""
+    if here:
+        raises(kind, text, function, *args)
+    else:
+        raises(others[0], others[1] or f"raised {kind.__name__}: ", function, *args)
 
 
 def error_in_one_rank(device):
@@ -180,4 +225,5 @@ CHECKS = [
     refused,
     other_features_in_the_next_layer,
     uneven_tokens,
+    wrong_on_one_rank,
 ]
