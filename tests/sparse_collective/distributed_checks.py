@@ -83,6 +83,14 @@ def raises(kind, text, function, *args, **options):
     raise AssertionError(f"no {kind.__name__}")
 
 
+def refuses(here, kind, text, function, *args, others=(RuntimeError, "")):
+    """The error on the rank that has a wrong argument, and on the others one that tells of it."""
+    if here:
+        raises(kind, text, function, *args)
+    else:
+        raises(others[0], others[1] or f"raised {kind.__name__}: ", function, *args)
+
+
 def compare(parallel, alone, inputs, *, part=lambda t: t, out=lambda t: t, check_weights=True):
     """Outputs and gradients of x of a tensor-parallel module beside those of the whole one."""
     x = inputs[0].clone().requires_grad_()

@@ -1,7 +1,9 @@
 """Checks of expert parallelism, which each rank runs; see tests/ranks.py. Each compares with one process."""
 
+import contextlib
 import copy
 import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse_collective.distributed import BsrExpertParallel, full_state_dict
 from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, densify_
 
-from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises
+from .distributed_checks import dtype_of, facts, mesh_of, near, normal, raises, refuses
 
 DIM, EXPERTS = 64, 8
 WEIGHTS = ("gate", "up", "down")
@@ -163,6 +165,23 @@ def choices_that_are_no_expert(device):
         text = f"choices must be in [0, 8), the experts of all ranks; 2 of 6 on rank {last} are not"
         raises(ValueError, text, model, x, choices, weights)
         near(model(x, right, weights), alone(x, right, weights))
+
+
+def tokens_of_one_rank(device):
+    """Tokens that one rank alone has wrong, or its router, raise on all ranks, and the next call is right."""
+    alone, last = mixture(device), dist.get_rank() == dist.get_world_size() - 1
+    model, x = parallelized(alone, mesh_of(device)), normal(10, DIM, device=device)
+    others = ValueError, "or the rank raised another error"
+    for wrong, kind, text in (
+        (x[:, :32], ValueError, "tokens have 32 features, the experts 64"),
+        (x.double(), TypeError, "tokens are torch.float64 but experts"),
+    ):
+        refuses(last, kind, text, model, wrong if last else x, others=others)
+        near(model(x), alone(x))
+    broken = mock.patch.object(model, "route", side_effect=KeyError("an error of a router"))
+    with broken if last else contextlib.nullcontext():
+        refuses(last, KeyError, "an error of a router", model, x, others=others)
+    near(model(x), alone(x))
 
 
 def repeated_calls(device):
@@ -333,6 +352,7 @@ CHECKS = [
     some_experts_get_all_tokens,
     experts_of_transformers,
     choices_that_are_no_expert,
+    tokens_of_one_rank,
     repeated_calls,
     frozen_and_recomputed,
     compiled_experts,

@@ -98,6 +98,7 @@ def experts_between_peers(device):
             expert_checks.some_experts_get_all_tokens,
             expert_checks.experts_of_transformers,
             expert_checks.choices_that_are_no_expert,
+            expert_checks.tokens_of_one_rank,
             expert_checks.repeated_calls,
             expert_checks.frozen_and_recomputed,
             expert_checks.trained_experts,

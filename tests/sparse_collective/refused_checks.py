@@ -24,9 +24,7 @@ from sparse_collective.distributed import (
 from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, densify_, prune_
 from sparse_collective.nn.shards import check_same
 
-from .distributed_checks import dtype_of, mesh_of, near, normal, pair, parallelized, raises
-from .expert_checks import DIM
-from .expert_checks import mixture as expert_mixture
+from .distributed_checks import dtype_of, mesh_of, near, normal, pair, parallelized, raises, refuses
 
 
 def distributed_matrix_of_other_patterns(device):
@@ -182,25 +180,6 @@ def wrong_on_one_rank(device):
     hidden = hidden.chunk(mesh.size(), -1)[dist.get_rank()]
     refuses(last, ValueError, "of the layer's 256", row, hidden[:, 32:] if last else hidden)
     near(row(hidden.contiguous()), alone(x))
-
-    alone = expert_mixture(device)
-    experts, x = parallelize_module(copy.deepcopy(alone), mesh, BsrExpertParallel()), normal(10, DIM, device=device)
-    for wrong, kind, text in (
-        (x[:, :32], ValueError, "tokens have 32 features, the experts 64"),
-        (x.double(), TypeError, "tokens are torch.float64 but experts"),
-    ):
-        refuses(
-            last, kind, text, experts, wrong if last else x, others=(ValueError, "or the rank raised another error")
-        )
-        near(experts(x), alone(x))
-
-
-def refuses(here, kind, text, function, *args, others=(RuntimeError, "")):
-    """The error on the rank that has a wrong argument, and on the others one that tells of it."""
-    if here:
-        raises(kind, text, function, *args)
-    else:
-        raises(others[0], others[1] or f"raised {kind.__name__}: ", function, *args)
 
 
 def error_in_one_rank(device):
