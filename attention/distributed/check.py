@@ -45,9 +45,9 @@ def check_equal(
         tables = mask.tables()
         values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *deal, *tables, *facts(mask.mask_mod)
     numbers = _exchanged(op, values, error, group, device)
-    if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
+    if different := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
         raise RuntimeError(
-            f"{op}: the masks of the processes {others} differ from that of process 0; all must plan the same mask"
+            f"{op}: the masks of the processes {different} differ from that of process 0; all must plan the same mask"
         )
 
 
@@ -61,15 +61,15 @@ def check_sizes(op: str, values: tuple, group, device: torch.device | str, error
     Raises:
         RuntimeError: on a CPU, values differ, or another process has an error.
     """
-    found = _hashes(values, error, group, device)
+    numbers = _hashes(values, error, group, device)
     if error:
         raise error
-    _check_same(found, found[:1], f"{op}: the processes' deals, capacities or lengths differ, or one has an error")
+    _check_same(numbers, numbers[:1], f"{op}: the processes' deals, capacities or lengths differ, or one has an error")
 
 
-def _check_same(found: Tensor, expected: Tensor, text: str) -> None:
+def _check_same(numbers: Tensor, expected: Tensor, text: str) -> None:
     """Raise RuntimeError unless all are the same; on a GPU by an assertion there, which the host does not wait for."""
-    same = (found == expected).all()
+    same = (numbers == expected).all()
     if same.is_cuda:
         assert_on_gpu(same, text)
     elif not same:
@@ -149,9 +149,9 @@ def _hashes(values: Any, error: Exception | None, group, device: torch.device | 
         digest.update(_bytes(value))
     number = 0 if error else int.from_bytes(digest.digest()[:8], "little") >> 1 | 1
     mine = torch.full((1,), number, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return torch.cat(found)
+    numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, mine, group=group)
+    return torch.cat(numbers)
 
 
 def facts(mask_mod: Any) -> Iterator[Any]:

@@ -282,7 +282,7 @@ def _planned(
     tiles, rows = deals.tiles[chosen], deals.counts[chosen]
     most = max((n for one, row in enumerate(rows) for other, n in enumerate(row) if one != other), default=0)
     ragged = tiles.numel() * tile != length
-    made = []
+    result = []
     for rank in ranks:
         sent, received = [row[rank] for row in rows], [*rows[rank]]
         sent[rank] = received[rank] = 0
@@ -293,8 +293,8 @@ def _planned(
         lengths = tiles.shape[1] * tile, len(buffer) * tile
         local = BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
         moved = own, sends, sent, received, buffer, numbers
-        made.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], most, *moved, local, group))
-    return made
+        result.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], most, *moved, local, group))
+    return result
 
 
 def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, capacity: int | None) -> None:

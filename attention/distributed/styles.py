@@ -83,12 +83,12 @@ class ContextParallel(ParallelStyle):
         sharded = isinstance(tensors[0], DTensor)
         q, k, v = (_local(name, t, mesh, sharded) for name, t in zip(OPERANDS, tensors, strict=True))
         options |= self.options
-        found = context_parallel_attention(q, k, v, self.plan, return_lse=return_lse, **options)
+        output = context_parallel_attention(q, k, v, self.plan, return_lse=return_lse, **options)
         if not sharded:
-            return found
-        parts = found if isinstance(found, tuple) else (found,)
+            return output
+        parts = output if isinstance(output, tuple) else (output,)
         whole = tuple(DTensor.from_local(part, mesh, SHARDED, run_check=False) for part in parts)
-        return whole if isinstance(found, tuple) else whole[0]
+        return whole if isinstance(output, tuple) else whole[0]
 
 
 def _local(name: str, x: Tensor, mesh: DeviceMesh, sharded: bool) -> Tensor:

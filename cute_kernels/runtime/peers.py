@@ -55,14 +55,15 @@ def _share_a_host(group: Any, device: torch.device) -> bool:
     except OSError:
         host = ""
     ranks = dist.get_world_size(group)
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
+    hosts_and_gpus: list[Any] = [None] * ranks
+    dist.all_gather_object(hosts_and_gpus, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    here = [seen.get(uuid) for _, uuid in found]
+    here = [seen.get(uuid) for _, uuid in hosts_and_gpus]
     # A process that sees its own GPU alone cannot ask for the others; CUDA IPC works all the same.
     reach = all(i is None or i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in here)
-    distinct = len({uuid for _, uuid in found}) == ranks or may_share_a_device()
-    fits = bool(host) and len({host for host, _ in found}) == 1 and distinct and reach and has_mapped_memory(device)
+    distinct = len({uuid for _, uuid in hosts_and_gpus}) == ranks or may_share_a_device()
+    one_host = bool(host) and len({host for host, _ in hosts_and_gpus}) == 1
+    fits = one_host and distinct and reach and has_mapped_memory(device)
     answers: list[Any] = [None] * ranks
     dist.all_gather_object(answers, fits, group=group)
     return all(answers)

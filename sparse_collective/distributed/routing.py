@@ -64,8 +64,8 @@ class Routing:
         if totals[0] or totals[-1] != totals[-2]:
             wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
             ranks = dist.get_process_group_ranks(self.group)
-            found = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
-            text = f"choices must be in [0, {self.experts}), the experts of all ranks; {found} are not"
+            invalid = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
+            text = f"choices must be in [0, {self.experts}), the experts of all ranks; {invalid} are not"
             if any(n and n == table[rank][-1] for rank, n in wrong.items()):  # as OverRanks.refuse has it
                 text += "; or the rank raised another error"
             raise ValueError(text)

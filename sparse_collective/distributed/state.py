@@ -68,7 +68,8 @@ class PlacedState(BsrModule):
             indices = self.global_crow_indices, self.global_col_indices
             shape = [self.out_features, self.in_features]
             shape = shape if indices[0].dim() == 1 else [indices[0].shape[0], *shape]
-            return [found[2] for found in indices_of(Pattern(*indices, tuple(shape), self.blocksize), self.place)]
+            pattern = Pattern(*indices, tuple(shape), self.blocksize)
+            return [positions for _, _, positions in indices_of(pattern, self.place)]
         return None if self.place.dim else features_of(self.place, self.global_col_indices.device)
 
     def whole_shape(self, name: str) -> list[int]:
@@ -151,21 +152,21 @@ class PlacedState(BsrModule):
         """Load one process's state, from which each rank takes its part. The pattern must be this layer's."""
         state, where = dict(state_dict), prefix[:-1] or type(self).__name__
         for name in ("crow_indices", "col_indices"):
-            found, mine = state.get(prefix + name), getattr(self, f"global_{name}")
-            if found is not None and not (found.shape == mine.shape and torch.equal(found.to(mine), mine)):
+            loaded, own = state.get(prefix + name), getattr(self, f"global_{name}")
+            if loaded is not None and not (loaded.shape == own.shape and torch.equal(loaded.to(own), own)):
                 error_msgs.append(f"{where}: the state has another pattern; load it before parallelize_module")
                 return
-            if found is not None:
+            if loaded is not None:
                 state[prefix + name] = getattr(self, name)
         for name in ("values", "bias"):
-            found, mine = state.get(prefix + name), getattr(self, name, None)
-            if found is None or mine is None:
+            loaded, own = state.get(prefix + name), getattr(self, name, None)
+            if loaded is None or own is None:
                 continue
-            if found is mine and not self.held_in_order(name):
+            if loaded is own and not self.held_in_order(name):
                 error_msgs.append(f"{where}: {OWN_PARAMETER.format(name)}")
                 return
             try:
-                state[prefix + name] = self.own_entry(name, found)
+                state[prefix + name] = self.own_entry(name, loaded)
             except ValueError as error:
                 error_msgs.append(f"{where}: {error}")
                 return

@@ -55,14 +55,14 @@ def shard_dim(t: Any) -> int | None:
     Raises:
         TypeError: the DTensor is placed otherwise.
     """
-    found = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
-    plain = all(type(t.placements[i]).__name__ == "Shard" and t.placements[i].dim == 0 for i in found)
-    if not plain or len(found) > 1:
+    sharded = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
+    plain = all(type(t.placements[i]).__name__ == "Shard" and t.placements[i].dim == 0 for i in sharded)
+    if not plain or len(sharded) > 1:
         raise TypeError(
             f"values are a DTensor placed as {t.placements}; blocks can be scored and changed with Shard(0) over one "
             "mesh dimension, as fully_shard makes it; change the pattern before parallelize_module"
         )
-    return found[0] if found else None
+    return sharded[0] if sharded else None
 
 
 def bounds(blocks: int, parts: int) -> list[int]:
@@ -167,7 +167,7 @@ def pattern_hash(*tensors: Tensor) -> int:
 
 def check_same(
     op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None = None,
-    more: Sequence[Any] = (),
+    extra_groups: Sequence[Any] = (),
 ) -> None:  # fmt: skip
     """Compare a number on all ranks of a mesh, by one all-gather of 8 bytes for each of its dimensions.
 
@@ -175,19 +175,19 @@ def check_same(
         op, what, advice: for the message.
         number: not negative; or a function that checks arguments and returns it, whose errors all ranks learn.
         dims: mesh dimensions; None: all.
-        more: further process groups to compare it in.
+        extra_groups: process groups to compare it in, too.
 
     Raises:
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
         TypeError, ValueError: those of the function, on its rank; RuntimeError with their text on the other ranks.
     """
     with without_modes():  # recomputation by activation checkpointing, which compares nothing, runs the same operations
-        _compare(op, what, number, mesh, advice, dims, more)
+        _compare(op, what, number, mesh, advice, dims, extra_groups)
 
 
 def _compare(
     op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None,
-    more: Sequence[Any],
+    extra_groups: Sequence[Any],
 ) -> None:  # fmt: skip
     import torch.distributed as dist
 
@@ -198,11 +198,11 @@ def _compare(
         except (TypeError, ValueError) as caught:
             number, refusal = -1, caught
     groups = [mesh.get_group(dim) for dim in (range(mesh.ndim) if dims is None else dims)]
-    for group in (*groups, *more):
+    for group in (*groups, *extra_groups):
         mine = torch.tensor([number], dtype=torch.int64, device=mesh.device_type)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, mine, group=group)
-        numbers = torch.cat(found).tolist()
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, mine, group=group)
+        numbers = torch.cat(every).tolist()
         if len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(group)
             if -1 in numbers:

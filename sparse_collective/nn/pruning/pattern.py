@@ -261,7 +261,7 @@ def _compare(op: str, layer: BsrLinear, group: Group, what: str, *choices: Tenso
         check_same(
             op, what, pattern_hash(*choices), meshes[0],
             "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
-            more=[mesh.get_group() for mesh in meshes[1:]],
+            extra_groups=[mesh.get_group() for mesh in meshes[1:]],
         )  # fmt: skip
 
 
