@@ -4,7 +4,8 @@ bench/results/<card>/<suite>.json    gemm, block-sparse, attention, attention-ba
                                      training: what `python -m bench` measured
 bench/results/<card>/host.json       host overhead of single calls: `python -m bench host`
 bench/results/<card>/distributed.json        sharded layers on several GPUs: `python -m bench distributed`
-bench/results/<card>/tests-distributed.json  what `python -m tests.distributed_record` ran
+bench/results/<card>/tests-distributed.json  what `python -m tests.distributed_record` ran; with --one-gpu
+                                     tests-distributed-one-gpu.json and tests-distributed-one-gpu-hosts.json
 bench/results/<card>/tests.json      what `python -m tests.gpu_record` ran
 bench/results/<card>/floors.json     what `python -m bench gates` holds the ratios to
 bench/results/<card>/gates.json      the verdicts of all gates; tune.json what `python -m bench tune` found
