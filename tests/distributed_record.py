@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     count = 8 if options.gloo or options.one_gpu and gpus else gpus
     worlds = options.ranks or [n for n in ((2, 4) if options.gloo or options.one_gpu else (2, 4, 8)) if n <= count]
     if not worlds or max(worlds) > count:
-        wanted = max(worlds or [2])
+        wanted = 1 if options.one_gpu else max(worlds or [2])
         others = "--one-gpu runs at most 8 ranks on one, --gloo on the CPU"
         print(f"distributed_record: needs {wanted} CUDA GPUs, found {gpus}; {others}", file=sys.stderr)
         return 2

@@ -231,8 +231,8 @@ def _prepared(call: Call, plan: ContextParallelPlan) -> Call:
 def _check_heads(q: Tensor, mask: BlockMask) -> None:
     if mask.batch not in (1, q.shape[0]) or mask.heads not in (1, q.shape[1]):
         raise ValueError(
-            f"{OP}: the plan's mask is of {mask.batch} batch items and {mask.heads} heads, q of {q.shape[0]} and "
-            f"{q.shape[1]}; plan a mask of as many, or of 1 for all"
+            f"{OP}: the plan's mask has {mask.batch} batch items and {mask.heads} heads; by q it must have "
+            f"{q.shape[0]} or 1 and {q.shape[1]} or 1"
         )
 
 

@@ -14,6 +14,8 @@ and those of the buffer as columns; its mask_mod gets positions in the whole seq
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +96,7 @@ class ContextParallelPlan:
             >>> ids, labels = plan.shard(ids, 1), plan.shard(labels, 1, value=-100)
         """
         _check_tokens("shard: x", x, dim, self.length)
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (numbers.Number, Tensor)):
             raise TypeError(f"shard: value must be a number, which fills the padding, got {value!r}")
         positions = self.positions.to(x.device)
         if self.length == 0:
@@ -153,8 +155,10 @@ def _check_tokens(name: str, x: Tensor, dim: int, length: int) -> None:
     """Check that a tensor has `length` tokens along a dimension, which may be negative."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{name.partition(':')[0]}: dim must be an int, got {dim!r}")
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"{name.partition(':')[0]}: dim must be an int, got {dim!r}") from None
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != length:
         raise ValueError(f"{name} must have {length} tokens in dimension {dim}, got shape {tuple(x.shape)}")
 

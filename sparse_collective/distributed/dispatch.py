@@ -15,7 +15,9 @@ What needs no numbers is launched before the host waits for them; the padded lay
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -30,7 +32,9 @@ from ..nn.feed_forward import combined
 from .peer_dispatch import routed_over_peers
 from .routing import Layers, Routing
 
-__all__ = ["routed_over_ranks"]
+__all__ = ["refuse", "routed_over_ranks"]
+
+_BY_PEERS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # group -> ranks read peers' memory last
 
 
 class ExchangeRouting(Routing):
@@ -169,8 +173,26 @@ def routed_over_ranks(
         ValueError: a choice is no expert; on all ranks.
     """
     peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
-    if peers is not None and supports(x, weights, experts):
+    _BY_PEERS[mesh.get_group()] = by_peers = peers is not None and supports(x, weights, experts)
+    if peers is not None and by_peers:
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)
     routing = ExchangeRouting(choices, experts, mesh)
     y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids, None)
     return combined(Return.apply(y, routing).unflatten(0, choices.shape), weights, x.dtype)
+
+
+def refuse(experts: int, mesh: Any, device: torch.device) -> None:
+    """Take part in the exchange of a call of routed_over_ranks, in which this rank has an error: with a choice of no
+    expert, so that all ranks raise, and none waits for this one.
+
+    All other ranks are expected to exchange rows as in the last call.
+    """
+    if mesh.size() == 1:
+        return
+    group = mesh.get_group()
+    peers = peers_of(group, device)
+    routing = Routing(torch.full((1, 1), -1, dtype=torch.int64, device=device), experts, mesh)
+    if peers is not None and peers.room and _BY_PEERS.get(group, True):
+        peers.acquire(peers.room).ready()  # where the others read each other's tokens; there are none of this rank
+    with contextlib.suppress(ValueError):
+        routing.wait()

@@ -6,7 +6,6 @@ different numbers of blocks: then each rank has room for as many blocks as the l
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from ..nn.feed_forward import BsrMixtureOfExperts, check_routing
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.shards import check_same, pattern_hash
 from ..ops import bsr_grouped_linear
-from .dispatch import routed_over_ranks
+from .dispatch import refuse, routed_over_ranks
 from .parallel import hooked
 from .place import check_whole, own_part, padded
 from .state import PlacedState
@@ -87,34 +86,28 @@ class OverRanks(nn.Module):
 
     place: PlacedExperts
 
-    def check_tokens(self, x: Any) -> None:
-        """Reject tokens that this rank's experts do not take, before a router sees them."""
-        name, experts = type(self).__name__, self.first
+    def check_tokens(self, x: Any, layer: Any) -> None:
+        """Reject tokens that this rank's experts do not take, before a router sees them.
+
+        Args:
+            layer: the first one of the experts, or what wraps it.
+        """
+        name = type(self).__name__
         if is_dtensor(x):
             raise TypeError(
                 f"{name}: tokens are a DTensor placed as {x.placements}; pass this rank's tokens, x.to_local()"
             )
-        if x.shape[-1] != experts.in_features:
-            raise ValueError(f"{name}: tokens have {x.shape[-1]} features, the experts {experts.in_features}")
-        dtype = experts.values.dtype
-        if x.dtype is not dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"{name}: tokens are {x.dtype} but experts {dtype}; cast them: x.to({dtype})")
+        if x.shape[-1:] != (layer.in_features,):
+            raise ValueError(f"{name}: tokens have shape {tuple(x.shape)}, and experts {layer.in_features} features")
+        values = layer.values
+        sharded = values.device_mesh.ndim > 1  # by FSDP2, which may gather and cast x and values to another dtype
+        if not sharded and x.dtype is not values.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: tokens are {x.dtype} but experts {values.dtype}; cast them: x.to({values.dtype})")
 
-    @property
-    def first(self) -> LocalExperts:
-        """The first layer of experts."""
-        return next(layer for layer in self.children() if isinstance(layer, LocalExperts))
-
-    def refuse(self, k: int, weights: torch.dtype, experts: int) -> None:
-        """Take part in the exchange of a call in which this rank has an error: with k choices that are no expert, so
-        that all ranks raise, and none waits for this one."""
-        if self.place.mesh.size() == 1 or torch.compiler.is_compiling():
-            return
-        values = self.first.values
-        x = torch.zeros(1, self.first.in_features, dtype=values.dtype, device=values.device)
-        choices = torch.full((1, k), -1, dtype=torch.int64, device=x.device)
-        with contextlib.suppress(ValueError), torch.no_grad():
-            self.over_ranks(x, choices, torch.zeros(1, k, dtype=weights, device=x.device), experts)
+    @torch.compiler.disable(reason="it exchanges an error with other ranks")
+    def refuse(self, layer: Any, experts: int) -> None:
+        """Let all ranks raise, as this one has an error and will not call over_ranks."""
+        refuse(experts, self.place.mesh, layer.values.device)
 
     def over_ranks(self, x: Tensor, choices: Tensor, weights: Tensor, experts: int) -> Tensor:
         """The experts' weighted results for tokens x (T, dim) of this rank."""
@@ -133,13 +126,20 @@ class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):
 
     def forward(self, x: Tensor) -> Tensor:
         try:
-            self.check_tokens(x)
-            tokens = x.reshape(-1, x.shape[-1])
-            weights, choices = self.route(tokens)
-            check_routing(tokens, choices, weights)
+            self.check_tokens(x, self.gate)
         except Exception:
-            self.refuse(self.top_k, torch.float32, self.experts)
+            self.refuse(self.gate, self.experts)
             raise
+        tokens = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():  # which leaves a `try` with a graph break in it to Python
+            weights, choices = self.route(tokens)
+        else:
+            try:
+                weights, choices = self.route(tokens)
+                check_routing(tokens, choices, weights)
+            except Exception:
+                self.refuse(self.gate, self.experts)
+                raise
         return self.over_ranks(tokens, choices, weights, self.experts).view(x.shape)
 
 
@@ -148,10 +148,10 @@ class ParallelExperts(OverRanks, BsrExperts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         try:
-            self.check_tokens(hidden_states)
+            self.check_tokens(hidden_states, self.gate_up)
             check_routing(hidden_states, top_k_index, top_k_weights)
         except Exception:
-            self.refuse(top_k_index.shape[-1], top_k_weights.dtype, self.num_experts)
+            self.refuse(self.gate_up, self.num_experts)
             raise
         return self.over_ranks(hidden_states, top_k_index, top_k_weights, self.num_experts)
 

@@ -40,9 +40,8 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
         part = distribute_bsr(W, mesh, [Shard(0)])
         y = bsr_linear(x, part)  # (..., M / 2): the features of this rank
     """
-    if not hasattr(mesh, "get_local_rank") or not isinstance(placements, Sequence):
-        got = f"{type(mesh).__name__} and {type(placements).__name__}"
-        raise TypeError(f"distribute_bsr takes a DeviceMesh and a list of its placements, got {got}")
+    if not hasattr(mesh, "get_local_rank"):
+        raise TypeError(f"distribute_bsr: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"distribute_bsr: this rank is not in the mesh, {mesh!r}")
 
@@ -63,9 +62,11 @@ def check_arguments(W: BsrMatrix, mesh: Any, placements: Sequence[Any], balance:
     """Reject arguments of distribute_bsr.
 
     Raises:
-        TypeError: W is no BsrMatrix.
+        TypeError: W is no BsrMatrix, or placements are no sequence.
         ValueError: see distribute_bsr.
     """
+    if not isinstance(placements, Sequence):
+        raise TypeError(f"distribute_bsr: placements must be a list, one for each dimension, got {placements!r}")
     if not isinstance(W, BsrMatrix):
         raise TypeError(f"distribute_bsr: W must be a BsrMatrix, got {type(W).__name__}")
     if len(placements) != mesh.ndim:

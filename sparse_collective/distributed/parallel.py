@@ -113,7 +113,7 @@ class TensorParallel(PlacedState):
         """
         if not self.place.overlap or is_dtensor(x) or routing or options or x.dtype is not self.values.dtype:
             return False
-        if recorded(x) or torch.is_autocast_enabled(x.device.type) or front.hidden():
+        if x.dim() < 2 or recorded(x) or torch.is_autocast_enabled(x.device.type) or front.hidden():
             return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
@@ -152,15 +152,13 @@ class TensorParallel(PlacedState):
             ValueError: it is another one.
         """
         place = self.place
-        split, wanted = features(place.inputs[0], x.dim() - 1) and not is_dtensor(x), self.in_features
-        if split and not place.dim:
-            return  # gathered: any part of them
-        if split:
-            wanted = self.local_extent
-        if x.shape[-1] != wanted:
+        wanted = self.in_features
+        if features(place.inputs[0], x.dim() - 1) and not is_dtensor(x):  # of a column-parallel layer equal parts
+            wanted = self.local_extent if place.dim else wanted // place.mesh.size()
+        if x.shape[-1:] != (wanted,):
             raise ValueError(
-                f"{type(self).__name__}: x has {x.shape[-1]} features, and with input_layouts={place.inputs[0]} this "
-                f"rank passes {wanted} of the layer's {self.in_features}"
+                f"{type(self).__name__}: x has shape {tuple(x.shape)}, and with input_layouts={place.inputs[0]!r} this "
+                f"rank passes {wanted} of the layer's {self.in_features} features"
             )
 
     def check_next(self, layer: Any) -> None:

@@ -64,10 +64,12 @@ class Routing:
         if totals[0] or totals[-1] != totals[-2]:
             wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
             ranks = dist.get_process_group_ranks(self.group)
-            invalid = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items() if n)
-            text = f"choices must be in [0, {self.experts}), the experts of all ranks; {invalid} are not"
-            if any(n and n == table[rank][-1] for rank, n in wrong.items()):  # as OverRanks.refuse has it
-                text += "; or the rank raised another error"
+            known = f"choices must be in [0, {self.experts}), the experts of all ranks"
+            wrong = {rank: n for rank, n in wrong.items() if n}
+            invalid = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items())
+            text = f"{known}; {invalid} are not"
+            if refused := [ranks[rank] for rank, n in wrong.items() if n == table[rank][-1] == 1]:  # as by `refuse`
+                text = f"ranks {refused} raised an error of their tokens or router, or {text}"
             raise ValueError(text)
 
     def read(self) -> list[list[int]]:

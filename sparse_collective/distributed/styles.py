@@ -41,7 +41,8 @@ class BsrColwiseParallel(ColwiseParallel):
             ascend.
         RuntimeError: ranks hold different patterns.
 
-    The layer's first call raises RuntimeError if ranks pass different numbers of tokens; see docs/howto/distributed.md.
+    The layer's first call raises RuntimeError if ranks pass different numbers or dtypes of tokens; see
+    docs/howto/distributed.md.
 
     Example::
 

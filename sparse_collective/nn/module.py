@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -204,8 +205,9 @@ class BsrModule(Parametrizable):
         Raises:
             RuntimeError: it differs.
         """
+        hashed = functools.partial(pattern_hash, self.crow_indices, self.col_indices)
         check_same(
-            type(self).__name__, "the pattern", pattern_hash(self.crow_indices, self.col_indices), self._shard_mesh,
+            type(self).__name__, "the pattern", hashed, self._shard_mesh,
             "seed all ranks alike before the model is made, or load one state before fully_shard", dims,
         )  # fmt: skip
         self._compared = True

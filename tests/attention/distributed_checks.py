@@ -516,7 +516,7 @@ def errors(device):
     of_three = patterns.BlockMask.from_blocks(
         torch.ones(3, 8, 8, dtype=torch.bool, device=device), lengths=(LENGTH,) * 2
     )
-    with no_collectives(), pytest.raises(ValueError, match="the plan's mask is of 1 batch items and 3 heads, q of 2"):
+    with no_collectives(), pytest.raises(ValueError, match="the plan's mask has 1 batch items and 3 heads; by q it"):
         context_parallel_attention(*shards, plan_context_parallel(of_three, mesh, deal=plan, check=False))
     with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         plan_context_parallel(mesh=mesh, length=-1)

@@ -236,6 +236,21 @@ def overlapped_sizes(device):
                     near(found, of_all.chunk(parts)[rank], 2)
 
 
+def a_rank_without_features(device):
+    """One block of hidden features, which one rank has."""
+    mesh, more = mesh_of(device), {"density": 1.0, "device": device, "dtype": dtype_of(device)}
+    alone = nn.Sequential(BsrLinear(64, 32, True, (32, 32), **more), BsrLinear(32, 64, True, (32, 32), **more))
+    model = copy.deepcopy(alone)
+    parallelize_module(model, mesh, {
+        "0": BsrColwiseParallel(input_layouts=Shard(0), overlap=True),
+        "1": BsrRowwiseParallel(output_layouts=Shard(0), overlap=True),
+    })  # fmt: skip
+    assert sum(layer.nnz > 0 for layer in model) == (2 if dist.get_rank() == 0 else 0)
+    rank, parts = dist.get_rank(), mesh.size()
+    compare(model, alone, [normal(4 * parts, 64, device=device)], part=lambda t: t.chunk(parts)[rank],
+            out=lambda t: t.chunk(parts)[rank])  # fmt: skip
+
+
 def outputs_of_a_column(device):
     alone = pair(device)[0]
     mesh = mesh_of(device)
@@ -476,6 +491,7 @@ CHECKS = [
     sequence_parallel,
     overlapped,
     overlapped_sizes,
+    a_rank_without_features,
     outputs_of_a_column,
     inputs_of_a_row,
     gated,

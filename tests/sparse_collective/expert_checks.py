@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -171,17 +172,37 @@ def tokens_of_one_rank(device):
     """Tokens that one rank alone has wrong, or its router, raise on all ranks, and the next call is right."""
     alone, last = mixture(device), dist.get_rank() == dist.get_world_size() - 1
     model, x = parallelized(alone, mesh_of(device)), normal(10, DIM, device=device)
-    others = ValueError, "or the rank raised another error"
+    others = ValueError, f"ranks [{dist.get_world_size() - 1}] raised an error of their tokens or router"
     for wrong, kind, text in (
-        (x[:, :32], ValueError, "tokens have 32 features, the experts 64"),
+        (x[:, :32], ValueError, "tokens have shape (10, 32), and experts 64 features"),
         (x.double(), TypeError, "tokens are torch.float64 but experts"),
     ):
         refuses(last, kind, text, model, wrong if last else x, others=others)
         near(model(x), alone(x))
+    compiled = torch.compile(model, backend="aot_eager")
+    near(compiled(x), alone(x))
+    refuses(last, ValueError, "tokens have shape (10, 32)", compiled, x[:, :32] if last else x, others=others)
     broken = mock.patch.object(model, "route", side_effect=KeyError("an error of a router"))
     with broken if last else contextlib.nullcontext():
         refuses(last, KeyError, "an error of a router", model, x, others=others)
     near(model(x), alone(x))
+
+
+def wrapped_and_cast_experts(device):
+    """Layers of experts inside of checkpoint_wrapper; and under FSDP2, which casts tokens and values."""
+    ranks = dist.get_world_size()
+    mesh = mesh_of(device, ranks // 2, 2, names=("dp", "ep"))
+    alone, x = mixture(device), normal(10, DIM, device=device)
+    model = parallelize_module(copy.deepcopy(alone), mesh["ep"], BsrExpertParallel())
+    for name in WEIGHTS:
+        setattr(model, name, checkpoint_wrapper(getattr(model, name)))
+    near(model(x), alone(x))
+    model = parallelize_module(copy.deepcopy(alone), mesh["ep"], BsrExpertParallel())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in (*(getattr(model, name) for name in WEIGHTS), model):
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    model.route = types.MethodType(exact_route, model)
+    near(model(x.bfloat16()), alone.bfloat16()(x.bfloat16()), 4)
 
 
 def repeated_calls(device):
@@ -353,6 +374,7 @@ CHECKS = [
     experts_of_transformers,
     choices_that_are_no_expert,
     tokens_of_one_rank,
+    wrapped_and_cast_experts,
     repeated_calls,
     frozen_and_recomputed,
     compiled_experts,

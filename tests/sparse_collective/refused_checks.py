@@ -34,8 +34,8 @@ def distributed_matrix_of_other_patterns(device):
     raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh, [Shard(0)])
     raises(ValueError, "Shard(0) for rows or Shard(1) for columns", distribute_bsr, W, mesh, [Shard(2)])
     raises(ValueError, "balance is 'even'", distribute_bsr, W, mesh, [Replicate()], balance="even")
-    raises(TypeError, "got DeviceMesh and Shard", distribute_bsr, W, mesh, Shard(0))
-    raises(TypeError, "got NoneType and list", distribute_bsr, W, None, [Shard(0)])
+    raises(TypeError, "placements must be a list", distribute_bsr, W, mesh, Shard(0))
+    raises(TypeError, "mesh must be a DeviceMesh, got NoneType", distribute_bsr, W, None, [Shard(0)])
 
 
 def difference_in_a_mesh(device):
@@ -139,7 +139,7 @@ def other_features_in_the_next_layer(device):
     down = parallelize_module(BsrLinear(128, 64, blocksize=(32, 32), **more), mesh, rows)
     raises(
         ValueError,
-        "x has 64 features, and with input_layouts=R this rank passes 128 of",
+        "x has shape (20, 64), and with input_layouts=Replicate() this rank passes 128",
         down,
         normal(20, 64, device=device),
     )
@@ -169,17 +169,23 @@ def wrong_on_one_rank(device):
     mesh, last = mesh_of(device), dist.get_rank() == dist.get_world_size() - 1
     W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
     refuses(last, ValueError, "is not supported", distribute_bsr, W, mesh, [Partial() if last else Shard(0)])
+    refuses(last, TypeError, "must be a list", distribute_bsr, W, mesh, Shard(0) if last else [Shard(0)])
     refuses(last, TypeError, "W must be a BsrMatrix", distribute_bsr, W.values if last else W, mesh, [Shard(0)])
 
     alone, x = pair(device), normal(20, 128, device=device)
     model = parallelized(alone, mesh)
-    refuses(last, ValueError, "x has 96 features", model, x[:, :96] if last else x)
+    refuses(last, ValueError, "x has shape (20, 96)", model, x[:, :96] if last else x)
+    refuses(last, ValueError, "x has shape ()", model, x[0, 0] if last else x)
     raises(RuntimeError, "differs between ranks", model, x.double() if last else x)
     near(model(x), alone(x))
     row, hidden = parallelize_module(copy.deepcopy(alone[1]), mesh, BsrRowwiseParallel()), alone[0](x)
     hidden = hidden.chunk(mesh.size(), -1)[dist.get_rank()]
-    refuses(last, ValueError, "of the layer's 256", row, hidden[:, 32:] if last else hidden)
+    refuses(last, ValueError, "of the layer's 256 features", row, hidden[:, 32:] if last else hidden)
     near(row(hidden.contiguous()), alone(x))
+    column = parallelize_module(copy.deepcopy(alone[0]), mesh, BsrColwiseParallel(input_layouts=Shard(-1)))
+    parts = x.chunk(mesh.size(), -1)
+    refuses(last, ValueError, "of the layer's 128 features", column, x if last else parts[dist.get_rank()])
+    near(column(parts[dist.get_rank()]), alone[0](x).chunk(mesh.size(), -1)[dist.get_rank()])
 
 
 def error_in_one_rank(device):

@@ -36,9 +36,9 @@ def _managed(parameter: Tensor) -> tuple[Any, Any] | None:
 def has_unreduced_gradient(parameter: Tensor) -> bool:
     """True if FSDP2 holds a gradient of a sharded parameter that is not reduced, or not to all replicas, as after
     set_requires_gradient_sync(False) or set_requires_all_reduce(False)."""
-    if (found := _managed(parameter)) is None:
+    if (managers := _managed(parameter)) is None:
         return False
-    group, managed = found
+    group, managed = managers
     kept = getattr(getattr(managed, "_unsharded_param", None), "grad", None), managed.unsharded_accumulated_grad
     return any(t is not None for t in (*kept, getattr(group, "_partial_reduce_output", None)))
 
@@ -50,8 +50,8 @@ def resize_fully_sharded(parameter: Tensor, room: Tensor) -> None:
         parameter: a DTensor whose local tensor is the beginning of `room`.
         room: as many entries as the largest shard has.
     """
-    if found := _managed(parameter):
-        _resize_managed(found[1], parameter, room)
+    if managers := _managed(parameter):
+        _resize_managed(managers[1], parameter, room)
 
 
 def _resize_managed(managed: Any, parameter: Any, room: Tensor) -> None:

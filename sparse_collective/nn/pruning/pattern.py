@@ -242,8 +242,8 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
         )
     if has_unreduced_gradient(layer.values):
         raise RuntimeError(
-            f"{op}: FSDP2 holds gradients of this layer's earlier blocks that are not reduced yet; call it after a "
-            "backward pass with set_requires_gradient_sync(True) and set_requires_all_reduce(True)"
+            f"{op}: FSDP2 holds gradients of this layer's blocks that are not reduced yet, and zero_grad() keeps them; "
+            "call it after a backward pass with set_requires_gradient_sync(True) and set_requires_all_reduce(True)"
         )
     shard_dim(layer.values)
 
