@@ -100,7 +100,7 @@ class OverRanks(nn.Module):
         if x.shape[-1:] != (layer.in_features,):
             raise ValueError(f"{name}: tokens have shape {tuple(x.shape)}, and experts {layer.in_features} features")
         values = layer.values
-        sharded = values.device_mesh.ndim > 1  # by FSDP2, which may gather and cast x and values to another dtype
+        sharded = is_dtensor(values) and values.device_mesh.ndim > 1  # by FSDP2, which may cast x and values
         if not sharded and x.dtype is not values.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{name}: tokens are {x.dtype} but experts {values.dtype}; cast them: x.to({values.dtype})")
 
