@@ -157,7 +157,7 @@ def check_gradient_dims(op: str, q, v, kernel: bool) -> None:
 
 def check_block_mask(op: str, mask, q, k) -> None:
     """Check a BlockMask against the lengths and device of q and k; its batch size and heads must be theirs or 1."""
-    lengths, batch, heads = (q.shape[2], k.shape[2]), q.shape[0], q.shape[1]
+    lengths = q.shape[2], k.shape[2]
     if mask.lengths != lengths:
         advice = "build it for these lengths"
         if lengths[0] <= mask.lengths[0] and lengths[1] <= mask.lengths[1]:
@@ -168,9 +168,15 @@ def check_block_mask(op: str, mask, q, k) -> None:
         raise ValueError(f"{op}: block_mask is of lengths {mask.lengths}, q and k of {lengths}; {advice}")
     if mask.device != q.device:
         raise ValueError(f"{op}: block_mask is on {mask.device}, q on {q.device}; move it with .to()")
+    check_mask_heads(op, "block_mask", mask, q)
+
+
+def check_mask_heads(op: str, name: str, mask, q) -> None:
+    """Check a BlockMask's batch size and heads against those of q: its own, or 1."""
+    batch, heads = q.shape[:2]
     if mask.batch not in (1, batch) or mask.heads not in (1, heads):
         raise ValueError(
-            f"{op}: block_mask has {mask.batch} batch items and {mask.heads} heads; it must have {batch} or 1 and "
+            f"{op}: {name} has {mask.batch} batch items and {mask.heads} heads; it must have {batch} or 1 and "
             f"{heads} or 1"
         )
 

@@ -13,7 +13,6 @@ from cute_kernels.runtime.torch_compat import without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
 from .. import checks
-from ..masks.block_mask import BlockMask
 from ..masks.mask_mods import position_in
 from ..masks.score_mod import WHAT, bound
 from ..masks.score_mods import Bias
@@ -220,20 +219,12 @@ def _prepared(call: Call, plan: ContextParallelPlan) -> Call:
             _check_options(call)
             k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))  # as it will be moved
             checks.check_qkv(OP, q, k, v)
-            _check_heads(q, plan.mask)
+            checks.check_mask_heads(OP, "the plan's mask", plan.mask, q)
             CHECKED[plan] = seen
     if score_mod is not None:
         _check_score(score_mod, q, plan.length)
         score_mod = ScoreAtPositions(score_mod, *plan.numbers, plan.tile, plan.length)
     return call._replace(score_mod=score_mod)
-
-
-def _check_heads(q: Tensor, mask: BlockMask) -> None:
-    if mask.batch not in (1, q.shape[0]) or mask.heads not in (1, q.shape[1]):
-        raise ValueError(
-            f"{OP}: the plan's mask has {mask.batch} batch items and {mask.heads} heads; by q it must have "
-            f"{q.shape[0]} or 1 and {q.shape[1]} or 1"
-        )
 
 
 def _check_options(call: Call) -> None:

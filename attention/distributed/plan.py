@@ -14,10 +14,10 @@ and those of the buffer as columns; its mask_mod gets positions in the whole seq
 
 from __future__ import annotations
 
-import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class ContextParallelPlan:
             >>> ids, labels = plan.shard(ids, 1), plan.shard(labels, 1, value=-100)
         """
         _check_tokens("shard: x", x, dim, self.length)
-        if not isinstance(value, (numbers.Number, Tensor)):
+        if not isinstance(value, (Number, Tensor)):
             raise TypeError(f"shard: value must be a number, which fills the padding, got {value!r}")
         positions = self.positions.to(x.device)
         if self.length == 0:

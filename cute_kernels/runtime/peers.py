@@ -41,11 +41,11 @@ def peers_of(group: Any, device: torch.device) -> Peers | None:
     if device.type != "cuda":
         return None
     if group not in _FOUND:
-        with without_modes():  # only the first call compares; activation checkpointing must not see that
-            _FOUND[group] = Peers(group, device) if _share_a_host(group, device) else None
+        _FOUND[group] = Peers(group, device) if _share_a_host(group, device) else None
     return _FOUND[group]
 
 
+@without_modes()  # selective checkpointing must not see what the first call alone does; so below
 def _share_a_host(group: Any, device: torch.device) -> bool:
     import torch.distributed as dist
 
@@ -157,8 +157,7 @@ class Peers:
         kept = self._buffers[place]
         if kept is None or len(kept.own) < size:
             del kept  # frees it before the new one is made
-            with without_modes():
-                kept = self._buffers[place] = self._made(place, size)
+            kept = self._buffers[place] = self._made(place, size)
         sized = self._sized[place]
         if size not in sized:
             if len(sized) == SIZES:
@@ -170,6 +169,7 @@ class Peers:
         """Undo the last `acquire`, if its buffer is not used; this process has written to its own buffer at most."""
         self._round -= 1
 
+    @without_modes()
     def _made(self, place: int, size: int) -> Memory:
         torch.cuda.synchronize(self._device)  # this rank has read what it wanted of the buffers that are replaced
         kept, self._buffers[place] = self._buffers[place], None

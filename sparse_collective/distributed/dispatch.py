@@ -172,9 +172,11 @@ def routed_over_ranks(
     Raises:
         ValueError: a choice is no expert; on all ranks.
     """
-    peers = peers_of(mesh.get_group(), x.device) if mesh.size() > 1 else None
-    _BY_PEERS[mesh.get_group()] = by_peers = peers is not None and supports(x, weights, experts)
-    if peers is not None and by_peers:
+    group = mesh.get_group()
+    peers = peers_of(group, x.device) if mesh.size() > 1 else None
+    peers = peers if peers is not None and supports(x, weights, experts) else None
+    _BY_PEERS[group] = peers is not None
+    if peers is not None:
         return routed_over_peers(x, choices, weights, experts, group_rows, layers, mesh, peers)
     routing = ExchangeRouting(choices, experts, mesh)
     y = layers(Dispatch.apply(x, routing, group_rows), routing.expert_ids, None)

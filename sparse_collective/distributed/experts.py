@@ -125,21 +125,17 @@ class ParallelMixtureOfExperts(OverRanks, BsrMixtureOfExperts):
     """A BsrMixtureOfExperts over the ranks of a mesh. Its router is whole on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
+        routing = None
         try:
             self.check_tokens(x, self.gate)
+            tokens = x.reshape(-1, x.shape[-1])
+            if not torch.compiler.is_compiling():  # it leaves a `try` with a graph break in it to Python
+                routing = self.route(tokens)
+                check_routing(tokens, routing[1], routing[0])
         except Exception:
             self.refuse(self.gate, self.experts)
             raise
-        tokens = x.reshape(-1, x.shape[-1])
-        if torch.compiler.is_compiling():  # which leaves a `try` with a graph break in it to Python
-            weights, choices = self.route(tokens)
-        else:
-            try:
-                weights, choices = self.route(tokens)
-                check_routing(tokens, choices, weights)
-            except Exception:
-                self.refuse(self.gate, self.experts)
-                raise
+        weights, choices = self.route(tokens) if routing is None else routing
         return self.over_ranks(tokens, choices, weights, self.experts).view(x.shape)
 
 

@@ -65,6 +65,8 @@ def check_arguments(W: BsrMatrix, mesh: Any, placements: Sequence[Any], balance:
         TypeError: W is no BsrMatrix, or placements are no sequence.
         ValueError: see distribute_bsr.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     if not isinstance(placements, Sequence):
         raise TypeError(f"distribute_bsr: placements must be a list, one for each dimension, got {placements!r}")
     if not isinstance(W, BsrMatrix):
@@ -73,8 +75,6 @@ def check_arguments(W: BsrMatrix, mesh: Any, placements: Sequence[Any], balance:
         raise ValueError(f"distribute_bsr: {len(placements)} placements for a mesh of {mesh.ndim} dimensions")
     if balance not in get_args(Balance):
         raise ValueError(f"distribute_bsr: balance is {balance!r}; use one of {get_args(Balance)}")
-    from torch.distributed.tensor import Replicate, Shard
-
     rows = len(W.shape) - 2
     for placement in placements:
         sharded = type(placement) is Shard and placement.dim in (rows, rows + 1, -2, -1)

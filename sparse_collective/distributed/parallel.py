@@ -94,7 +94,7 @@ class TensorParallel(PlacedState):
     def overlapped(self, x: Tensor) -> Tensor:
         """Forward of 16-bit tokens (t, ..., K) or (ranks * t, ..., K) with communication during the GEMM."""
         W, group, bias = self.weight, self.place.mesh.get_group(), self.own_bias()
-        flat, shape = x.flatten(0, -2), x.shape  # reshape(-1, 0) is an error: of few blocks a rank may have no feature
+        flat, shape = x.flatten(0, -2), x.shape  # reshape(-1, 0) fails, and a rank may have no feature
         if self.place.dim:
             y = self.sum_after(LinearScatter.apply(flat, W.stored, W, group))
             return y.view(shape[0] // self.place.mesh.size(), *shape[1:-1], y.shape[-1])
@@ -117,22 +117,25 @@ class TensorParallel(PlacedState):
             return False
         if self.place.dim and x.shape[0] % self.place.mesh.size():
             raise ValueError(f"{x.shape[0]} tokens are not a multiple of {self.place.mesh.size()} ranks")
-        return x.shape[-1] == self.matrix_shape[-1]  # else the product raises, and no transfer has begun
+        return True
 
-    def compare_tokens(self, x: Any) -> None:
-        """Compare the tokens on all ranks, but for the number of features that are split; collectives take them to be
-        equal. Synchronizes if the shape is new.
+    def check_tokens(self, x: Any) -> None:
+        """Check this rank's tokens. In the first call, and with overlap whenever their shape is new, also compare them
+        on all ranks, which synchronizes: collectives take them to be equal, but for features that are split.
 
-        Nothing where shapes are those of a DTensor, and while torch.compile, CUDA graphs or fake tensors record a call.
-        All ranks must come here together: a rank whose shape alone is new waits for the others.
+        Nothing is compared where shapes are those of a DTensor, and while torch.compile, CUDA graphs or fake tensors
+        record a call. All ranks must compare together: a rank whose shape alone is new waits for the others.
 
         Raises:
             ValueError: this rank's tokens have the wrong number of features.
             RuntimeError: they differ, or another rank raised that; on all ranks.
         """
-        if type(x) is not Tensor or x.shape[:-1] == self.tokens_compared or recorded(x):
+        place, known = self.place, self.tokens_compared
+        same = x.shape[:-1] == known if place.overlap else known is not None
+        if same or type(x) is not Tensor or recorded(x):
+            self.check_features(x)
             return
-        split = features(self.place.inputs[0], x.dim() - 1)
+        split = features(place.inputs[0], x.dim() - 1)
         shown = f"{tuple(x.shape[:-1] if split else x.shape)} of {x.dtype}"
 
         def checked() -> int:
@@ -140,16 +143,16 @@ class TensorParallel(PlacedState):
             return zlib.crc32(shown.encode())
 
         check_same(
-            type(self).__name__, f"the shape or dtype of the tokens, here {shown},", checked, self.place.mesh,
+            type(self).__name__, f"the shape or dtype of the tokens, here {shown},", checked, place.mesh,
             "pad them to one shape, or pass x as a DTensor",
         )  # fmt: skip
         self.tokens_compared = x.shape[:-1]
 
     def check_features(self, x: Tensor) -> None:
-        """Reject another number of features than this rank is to pass, before anything moves.
+        """Reject tokens without the number of features that this rank passes, before anything moves.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: they have another one.
         """
         place = self.place
         wanted = self.in_features
@@ -178,9 +181,7 @@ class TensorParallel(PlacedState):
 
     def forward(self, x: Tensor, *routing: Any, **options: Any) -> Tensor:
         place = self.place
-        if self.tokens_compared is None or place.overlap:
-            self.compare_tokens(x)
-        self.check_features(x)
+        self.check_tokens(x)
         if self.overlaps(x, routing, options):
             return self.overlapped(x)
         if place.dim == 0:
@@ -275,7 +276,7 @@ class ParallelGatedBsrLinear(TensorParallel, GatedBsrLinear):
             return None
         if hooked(self) or hooked(down) or not self.overlaps(x, (), {}):
             return None
-        self.compare_tokens(x)
+        self.check_tokens(x)
         W, down_W, bias, group = self.weight, down.weight, self.own_bias(), self.place.mesh.get_group()
         flat = x.flatten(0, -2)
         if requires_gradient(x, W, down_W, bias):

@@ -62,12 +62,10 @@ class Routing:
         self.table = table = self._table.tolist()
         self.totals = totals = [sum(column) for column in zip(*table, strict=True)]
         if totals[0] or totals[-1] != totals[-2]:
-            wrong = {rank: line[0] + line[-1] - line[-2] for rank, line in enumerate(table)}
+            wrong = {rank: n for rank, line in enumerate(table) if (n := line[0] + line[-1] - line[-2])}
             ranks = dist.get_process_group_ranks(self.group)
-            known = f"choices must be in [0, {self.experts}), the experts of all ranks"
-            wrong = {rank: n for rank, n in wrong.items() if n}
             invalid = ", ".join(f"{n} of {table[rank][-1]} on rank {ranks[rank]}" for rank, n in wrong.items())
-            text = f"{known}; {invalid} are not"
+            text = f"choices must be in [0, {self.experts}), the experts of all ranks; {invalid} are not"
             if refused := [ranks[rank] for rank, n in wrong.items() if n == table[rank][-1] == 1]:  # as by `refuse`
                 text = f"ranks {refused} raised an error of their tokens or router, or {text}"
             raise ValueError(text)

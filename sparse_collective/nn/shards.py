@@ -164,6 +164,7 @@ def pattern_hash(*tensors: Tensor) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+@without_modes()  # a recomputation by activation checkpointing, which compares nothing, runs the same operations
 def check_same(
     op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None = None,
     extra_groups: Sequence[Any] = (),
@@ -180,14 +181,6 @@ def check_same(
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
         TypeError, ValueError: those of the function, on its rank; RuntimeError with their text on the other ranks.
     """
-    with without_modes():  # recomputation by activation checkpointing, which compares nothing, runs the same operations
-        _compare(op, what, number, mesh, advice, dims, extra_groups)
-
-
-def _compare(
-    op: str, what: str, number: int | Callable[[], int], mesh: Any, advice: str, dims: Sequence[int] | None,
-    extra_groups: Sequence[Any],
-) -> None:  # fmt: skip
     import torch.distributed as dist
 
     error, refusal = "", None

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from attention import attention, block_sparse_attention, patterns, score_mods
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
+
+from ..recomputed import recomputed
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
 CU = (0, 70, 300, 301, 640, 880)
@@ -179,7 +181,7 @@ def checkpointing_and_compile(device):
 
 
 def selective_checkpointing(device):
-    """A policy that saves operations that the comparison of the first call runs, too: nothing is saved of these."""
+    """Nothing is saved of the comparison of the first call."""
     *tensors, dout = qkv(device)
     made = functools.partial(plan_context_parallel, mesh=mesh_of(device), length=LENGTH, causal=True)
 
@@ -188,12 +190,8 @@ def selective_checkpointing(device):
         out = context_parallel_attention(turned, k, v, plan, deterministic=True)
         return torch.cat((out[..., 32:], out[..., :32]), -1).square()
 
-    def saves_cat(ctx, op, *_, **__):
-        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.cat.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, saves_cat)
     results = []
-    for call in (block, functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts)):
+    for call in (block, functools.partial(recomputed, block)):
         plan = made()
         leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
         out = call(*leaves, plan)
@@ -277,9 +275,8 @@ def with_a_capacity(device):
         with pytest.raises(kind, match="capacity must not be negative" if first else "or one has an error"):
             plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=wrong)
         # The first process sends the tiles before the second one's own, which expects any; of two it sends both anyway.
-        wrong = second and shards.tiles.shape[1] > capacity
-        differ = pytest.raises(RuntimeError, match="processes' masks differ")
-        with differ if wrong else contextlib.nullcontext():
+        refused = pytest.raises(RuntimeError, match="processes' masks differ")
+        with refused if second and shards.tiles.shape[1] > capacity else contextlib.nullcontext():
             plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity)
 
 
@@ -516,7 +513,7 @@ def errors(device):
     of_three = patterns.BlockMask.from_blocks(
         torch.ones(3, 8, 8, dtype=torch.bool, device=device), lengths=(LENGTH,) * 2
     )
-    with no_collectives(), pytest.raises(ValueError, match="the plan's mask has 1 batch items and 3 heads; by q it"):
+    with no_collectives(), pytest.raises(ValueError, match="the plan's mask has 1 batch items and 3 heads; it"):
         context_parallel_attention(*shards, plan_context_parallel(of_three, mesh, deal=plan, check=False))
     with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         plan_context_parallel(mesh=mesh, length=-1)

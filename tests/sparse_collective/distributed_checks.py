@@ -4,7 +4,6 @@ Weights are FP32 on the CPU and BF16 on a GPU, and every rank draws the same num
 """
 
 import copy
-import functools
 from unittest import mock
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sparse_collective import bsr_linear, random_bsr
 from sparse_collective.distributed import (
@@ -32,6 +30,8 @@ from sparse_collective.nn import (
     SwiGLU,
     sparsity,
 )
+
+from ..recomputed import recomputed
 
 
 def dtype_of(device):
@@ -346,17 +346,13 @@ def mixture(device):
 
 
 def gradient_with_selective_checkpointing(model, x):
-    """The gradient of x; recomputed is all but concatenations, which a first call's comparison of ranks has, too."""
-
-    def saves_cat(ctx, op, *_, **__):
-        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.cat.default else CheckpointPolicy.PREFER_RECOMPUTE
+    """The gradient of x, with concatenations saved."""
 
     def block(x):
         return torch.cat((model(x), x), -1).square()
 
     leaf = x.clone().requires_grad_()
-    contexts = functools.partial(create_selective_checkpoint_contexts, saves_cat)
-    checkpoint(block, leaf, use_reentrant=False, context_fn=contexts).sum().backward()
+    recomputed(block, leaf).sum().backward()
     return leaf.grad
 
 

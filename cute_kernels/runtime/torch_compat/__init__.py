@@ -137,7 +137,7 @@ def in_graph_trace() -> bool:
 
 
 def without_modes():
-    """A context without TorchDispatchModes."""
+    """A context, or a function's decorator, without TorchDispatchModes."""
     return _disable_current_modes()
 
 
