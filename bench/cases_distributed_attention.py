@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention import attention, block_sparse_attention, patterns
 from attention.distributed import context_parallel_attention, exchange, plan_context_parallel
-from attention.distributed.plan import ContextParallelPlan, plans
+from attention.distributed.plan import STAGES, ContextParallelPlan, plans
 from attention.masks.block_mask import BlockMask
 
 from .distributed import Row, timed
 from .peers_distributed import ERROR, Peer, errors, peer_of, right, torch_peers, ulysses
-from .simulate import PACKED
+from .simulate import KV_HEADS, PACKED
 
-HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
+HEADS, HEAD_DIM = 64, 128
 ROUNDS = 5
 HOT_MS = 400  # calls take up to 400 ms themselves; after 100 the clock still falls
 SHARDS = 4  # of one GPU
@@ -156,13 +156,16 @@ def on_ranks(problem: Problem, device: torch.device) -> dict:
         times = times_of({"one": one} | {name: peer for name, peer in peers.items() if right(wrong[name])})
     kept = peer_of(functools.partial(attend, keep_kv=True), plan.positions, local, local_dout)
     narrow = peer_of(functools.partial(attend, reduce_dtype=torch.bfloat16), plan.positions, local, local_dout)
-    options = times_of({"kept": kept, "narrow": narrow})
+    in_stages = functools.partial(context_parallel_attention, plan=plan_context_parallel(mask, mesh, stages=STAGES))
+    staged = peer_of(in_stages, plan.positions, local, local_dout)
+    options = times_of({"kept": kept, "narrow": narrow, "staged": staged})
     forward, backward = over(times["one"], times["ours"], 1 / size)
     found = {
         "one_gpu_ms": times["one"], "ms": times["ours"], "forward": forward, "backward": backward, "deal": plan.deal,
         "errors": wrong.pop("ours"), **moved(plan, local),
         "backward_kept": over(times["one"], options["kept"], 1 / size)[1],
         "backward_bf16": over(times["one"], options["narrow"], 1 / size)[1],
+        "in_stages": over(times["one"], options["staged"], 1 / size),
     }  # fmt: skip
     for name, error in wrong.items():
         found[f"{name}_errors"] = error

@@ -5,9 +5,11 @@ time of the slowest rank follows from numbers that bench/results/<card>/distribu
 time of the shards' kernels over those of the whole (rows with one rank; 1 without them), and bandwidths of moving K and
 V and of returning their gradients. Across hosts, which were not measured, each GPU has HOST_GBS.
 
-Nothing overlaps, as in attention.distributed. Masks are those of cases_distributed_attention, of TOKENS tokens for each
-rank, and at least of the length that was measured. Each of their query tiles needs one range of tiles of K and V and
-some first tiles, so that tiles of 128 tokens are counted exactly for any number of ranks, without a table of blocks.
+On one host nothing overlaps, as in attention.distributed. Between hosts a call has stages of heads, and what moves
+beside a kernel costs time only if it takes longer than the kernel (attention/distributed/passes.py). Masks are those of
+cases_distributed_attention, of TOKENS tokens for each rank, and at least of the length that was measured. Each of their
+query tiles needs one range of tiles of K and V and some first tiles, so that tiles of 128 tokens are counted exactly
+for any number of ranks, without a table of blocks.
 """
 
 import json
@@ -20,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.distributed import deal as dealing
+from attention.distributed.passes import count_of
+from attention.distributed.plan import STAGES
 
 from .table import grid, make_console
 
@@ -29,7 +33,8 @@ TILE = 128
 PER_HOST = 8
 HOST_GBS = 50  # of one GPU, each way: 400 Gbit/s
 TOKENS = 32768
-TILE_MB = TILE * 8 * 128 * 2 * 2 / 1e6  # of a tile of K and V: KV heads, D, two tensors, BF16
+KV_HEADS = 8
+TILE_MB = TILE * KV_HEADS * 128 * 2 * 2 / 1e6  # of a tile of K and V: D, two tensors, BF16
 
 
 @dataclass(frozen=True)
@@ -143,12 +148,27 @@ def predicted(measured: Measured, length: int, size: int) -> dict:
     gather = near / measured.gather_gbs + far / HOST_GBS
     reduce = 2 * (near / measured.reduce_gbs + far / HOST_GBS)
     alone = float(ranges.work().sum()) * ranges.share / size
-    ways = zip(measured.block_ms, measured.kernels, (gather, gather + reduce), strict=True)
-    forward, backward = (alone * ms / float((shares.blocks * ms * k + moving).max()) for ms, k, moving in ways)
+    kernels = [shares.blocks * ms * over for ms, over in zip(measured.block_ms, measured.kernels, strict=True)]
+    stages = count_of(STAGES if size > PER_HOST else 1, int(1e6 * float((near + far).max())), KV_HEADS)
+    times = forward_ms(kernels[0], gather, stages), backward_ms(kernels[1], gather, reduce, stages)
+    forward, backward = (alone * ms / float(of.max()) for ms, of in zip(measured.block_ms, times, strict=True))
     return {
         "name": measured.name, "ranks": size, "length": length, "deal": shares.deal,
         "moved_mb": round(float((near + far).max()), 1), "forward": round(forward, 3), "backward": round(backward, 3),
     }  # fmt: skip
+
+
+def forward_ms(kernel: Tensor, gather: Tensor, stages: int) -> Tensor:
+    """Milliseconds of a forward pass of each rank, of those that its kernels and moving K and V take."""
+    return (gather + (stages - 1) * torch.maximum(kernel, gather) + kernel) / stages
+
+
+def backward_ms(kernel: Tensor, gather: Tensor, reduce: Tensor, stages: int) -> Tensor:
+    """Milliseconds of a backward pass of each rank, in which gradients return as well: the timeline of passes.py."""
+    if stages == 1:
+        return gather + kernel + reduce
+    beside = [gather, *[gather + reduce] * (stages - 2), reduce]
+    return (gather + sum(torch.maximum(kernel, moving) for moving in beside) + reduce) / stages
 
 
 def measured_rows(path: Path) -> list[dict]:

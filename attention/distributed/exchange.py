@@ -1,12 +1,12 @@
 """Moves tiles of K and V, and the gradients of these tiles back to their owners.
 
 Rows come first in what is sent, (tokens, B, Hkv, D), so that what process s sends to process r is one piece of memory,
-and what arrives is the buffer, by source, without a copy. Everything is unicast, by all_to_all_single. What a process
-does with its own tiles, it does while the others' arrive.
+and what arrives is the buffer, by source, without a copy. Everything is unicast. What a process does with its own
+tiles, it does while the others' arrive.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,63 +15,123 @@ from torch.compiler import is_compiling
 from .plan import ContextParallelPlan
 
 
-def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor]:
+class Transfer(NamedTuple):
+    """What the processes send to this one, by process, is written to `out`: `received` entries of each, while each gets
+    its `sent` of x."""
+
+    out: Tensor
+    x: Tensor
+    received: list[int]
+    sent: list[int]
+
+
+class Gather:
     """The buffers (B, Hkv, tiles of the buffer * tile, D) of shards of K and V (B, Hkv, local length, D)."""
-    own = len(plan.own)
-    moves = []
-    for x in shards:
-        tiles = _tiles(x, plan)
-        buffer = tiles.new_empty((len(plan.buffer), *tiles.shape[1:]))
-        sent = tiles.index_select(0, plan.sends)
-        transfer = _all_to_all(buffer[own:], sent, plan.receive_counts, plan.send_counts, plan.group)
-        moves.append((tiles, buffer, transfer))
-    for tiles, buffer, _ in moves:
-        torch.index_select(tiles, 0, plan.own, out=buffer[:own])
-    for *_, transfer in moves:
-        _wait(transfer)
-    return [_rows(buffer) for _, buffer, _ in moves]
+
+    def __init__(self, shards: Sequence[Tensor], plan: ContextParallelPlan) -> None:
+        own = len(plan.own)
+        self._plan, self._tiles = plan, [_tiles(x, plan) for x in shards]
+        self._buffers = [tiles.new_empty((len(plan.buffer), *tiles.shape[1:])) for tiles in self._tiles]
+        counts = plan.receive_counts, plan.send_counts
+        self.transfers = [
+            Transfer(buffer[own:], tiles.index_select(0, plan.sends), *counts)
+            for tiles, buffer in zip(self._tiles, self._buffers, strict=True)
+        ]
+
+    def copy_own(self) -> None:
+        """Copy this process's tiles to the buffers."""
+        for tiles, buffer in zip(self._tiles, self._buffers, strict=True):
+            torch.index_select(tiles, 0, self._plan.own, out=buffer[: len(self._plan.own)])
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers, for use behind copy_own and the transfers."""
+        return [_rows(buffer) for buffer in self._buffers]
+
+
+class Reduce:
+    """The gradients of shards of K and V from those of all processes' buffers, (B, Hkv, tiles of the buffer * tile, D),
+    which are written to.
+
+    They are added in FP32, this process's own first and then in the order of the processes, so that results are the
+    same in each run.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], plan: ContextParallelPlan) -> None:
+        self._plan, self._tiles = plan, [_tiles(gradient, plan) for gradient in gradients]
+        counts = plan.send_counts, plan.receive_counts
+        self.transfers = [
+            Transfer(tiles.new_empty((len(plan.sends), *tiles.shape[1:])), tiles[len(plan.own) :], *counts)
+            for tiles in self._tiles
+        ]
+        self._sums: list[Tensor] = []
+
+    def add_own(self) -> None:
+        """Begin with this process's summands."""
+        own, count = len(self._plan.own), self._plan.tiles.shape[1]
+        for tiles in self._tiles:
+            total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))
+            if own < count:
+                total = total.new_zeros((count, *tiles.shape[1:])).index_copy_(0, self._plan.own, total)
+            self._sums.append(total)
+
+    def sums(self) -> list[Tensor]:
+        """The gradients in FP32, (B, Hkv, local length, D), for use behind add_own and the transfers."""
+        sends, counts = self._plan.sends, self._plan.send_counts
+        for total, transfer in zip(self._sums, self.transfers, strict=True):
+            for places, part in zip(sends.split(counts), transfer.out.split(counts), strict=True):
+                total.index_add_(0, places, part.to(total.dtype))  # no place twice
+        return [_rows(total) for total in self._sums]
+
+
+def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor]:
+    """The buffers of shards of K and V, see Gather."""
+    gather = Gather(shards, plan)
+    arriving = begin(gather.transfers, plan.group)
+    gather.copy_own()
+    wait(arriving)
+    return gather.buffers()
 
 
 def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The gradients of shards of K and V from those of all processes' buffers: added in FP32, this process's own first
-    and then in the order of the processes, so that results are the same in each run.
-
-    Args:
-        gradients: those of this process's buffers, (B, Hkv, tiles of the buffer * tile, D). They are written to.
-        dtypes: of the results.
-    """
-    own, count = len(plan.own), plan.tiles.shape[1]
-    moves = []
-    for gradient in gradients:
-        tiles = _tiles(gradient, plan)
-        parts = tiles.new_empty((len(plan.sends), *tiles.shape[1:]))
-        transfer = _all_to_all(parts, tiles[own:], plan.send_counts, plan.receive_counts, plan.group)
-        moves.append((tiles, parts, transfer))
-    sums = []
-    for (tiles, parts, transfer), dtype in zip(moves, dtypes, strict=True):
-        total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))
-        if own < count:
-            total = total.new_zeros((count, *tiles.shape[1:])).index_copy_(0, plan.own, total)
-        _wait(transfer)
-        for places, part in zip(plan.sends.split(plan.send_counts), parts.split(plan.send_counts), strict=True):
-            total.index_add_(0, places, part.to(total.dtype))  # no place twice
-        sums.append(_rows(total.to(dtype)))
-    return sums
+    """The gradients of shards of K and V, of these dtypes, from those of all processes' buffers, see Reduce."""
+    reduce = Reduce(gradients, plan)
+    arriving = begin(reduce.transfers, plan.group)
+    reduce.add_own()
+    wait(arriving)
+    return [total.to(dtype) for total, dtype in zip(reduce.sums(), dtypes, strict=True)]
 
 
-def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], group) -> Any:
-    """Begin to fill `out` with what the processes send to this one, by process: `received` entries of each, while each
-    gets its `sent` of x. Returns what `_wait` takes; in a trace `out` is filled."""
+def begin(transfers: Sequence[Transfer], group: Any) -> list[Any]:
+    """Begin transfers, each by a kernel of its own. Returns what `wait` takes; in a trace they are done."""
+    import torch.distributed as dist
+
     if is_compiling():  # where a call returns a tensor
-        torch.distributed.all_to_all_single(out, x, received, sent, group=group)
-        return None
-    return torch.distributed.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+        for transfer in transfers:
+            dist.all_to_all_single(*transfer, group=group)
+        return []
+    return [dist.all_to_all_single(*transfer, group=group, async_op=True) for transfer in transfers]
 
 
-def _wait(transfer: Any) -> None:
-    """Let the current stream wait for a transfer."""
-    if transfer is not None:
+def begin_together(transfers: Sequence[Transfer], group: Any) -> list[Any]:
+    """Begin transfers, all by one kernel: beside an attention kernel, which has all other multiprocessors until it
+    ends, a second one would wait. Returns what `wait` takes."""
+    import torch.distributed as dist
+
+    moves = []
+    for out, x, received, sent in transfers:
+        for process, (arriving, leaving) in enumerate(zip(out.split(received), x.split(sent), strict=True)):
+            if len(leaving):
+                moves.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=process))
+            if len(arriving):
+                moves.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=process))
+    return dist.batch_isend_irecv(moves) if moves else []
+
+
+def wait(transfers: list[Any]) -> None:
+    """Let the current stream wait for transfers that have begun, once: the list is empty then."""
+    for transfer in transfers:
         transfer.wait()
+    transfers.clear()
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:

@@ -10,17 +10,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cute_kernels.runtime.torch_compat import without_modes
-from cute_kernels.runtime.transforms import differentiable_once
 
 from .. import checks
 from ..masks.mask_mods import position_in
 from ..masks.score_mod import WHAT, bound
 from ..masks.score_mods import Bias
 from ..operands import autocast
-from ..ops import block_sparse_attention
-from ..shards import attention_backward
 from .check import awaits_comparison, compare_call, facts
-from .exchange import gathered, reduced
+from .passes import ContextParallelPasses
 from .plan import ContextParallelPlan
 
 OP = "context_parallel_attention"
@@ -78,44 +75,6 @@ class Options(TypedDict, total=False):
     score_mod: Callable | None
     keep_kv: bool
     reduce_dtype: torch.dtype
-
-
-class _ContextParallel(torch.autograd.Function):
-    """(out, lse) of a process's queries, differentiable once in q, k and v."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
-        k_buffer, v_buffer = gathered((k, v), plan)
-        out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
-        kept = (k_buffer, v_buffer) if keep else (k, v)
-        ctx.save_for_backward(q, *kept, out, lse)
-        ctx.plan, ctx.options, ctx.keep, ctx.dtypes = plan, options, keep, (k.dtype, v.dtype)
-        ctx.grad_dtype = torch.promote_types(q.dtype, reduce_dtype)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        # In a trace AOTAutograd itself refuses second derivatives.
-        return (_gradients if is_compiling() else _gradients_once)(ctx, dout, dlse)
-
-
-def _gradients(ctx, dout, dlse) -> tuple:
-    q, k, v, out, lse = ctx.saved_tensors
-    plan = ctx.plan
-    if not ctx.keep:
-        k, v = gathered((k, v), plan)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grad_dtype = None if ctx.grad_dtype is q.dtype else ctx.grad_dtype
-    dq, dk, dv = attention_backward(
-        dout, q, k, v, out, lse, plan.mask, dlse=dlse, grad_dtype=grad_dtype, dq_dtype=q.dtype, **ctx.options
-    )
-    dk, dv = reduced((dk, dv), plan, ctx.dtypes)
-    return dq, dk, dv, None, None, None, None
-
-
-_gradients_once = differentiable_once(_gradients)
 
 
 @overload
@@ -196,7 +155,7 @@ def context_parallel_attention(
             compare_call(OP, plan, lambda: _described(call, plan))
     call = _prepared(call, plan)
     options = {"softcap": softcap, "scale": scale, "deterministic": deterministic, "score_mod": call.score_mod}
-    out, lse = _ContextParallel.apply(call.q, call.k, call.v, plan, options, keep_kv, reduce_dtype)
+    out, lse = ContextParallelPasses.apply(call.q, call.k, call.v, plan, options, keep_kv, reduce_dtype)
     return (out, lse) if return_lse else out
 
 

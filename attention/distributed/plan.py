@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.runtime.peers import peers_of
+
 from ..masks import cache, patterns
 from ..masks.block_mask import BlockMask
 from ..masks.mask_mods import AtPositions, Band
@@ -33,6 +35,7 @@ from .check import UNCOMPARED, check_equal, check_moves, check_sizes
 from .moves import blocks_of
 
 OP = "plan_context_parallel"
+STAGES = 4  # between hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,8 @@ class ContextParallelPlan:
         buffer: int64 (tiles,): numbers in the whole sequence of the tiles in the buffer, first this process's own.
         numbers: this process's tiles and those of the buffer, int32, as masks and score functions read them.
         mask: the BlockMask of this process's queries over the buffer.
+        most_moved: tiles that the process that receives most gets, the same number on all processes.
+        stages: most stages of a call, see plan_context_parallel.
         group: the process group, or None for a plan of a process that does not exist (see `plans`).
     """
 
@@ -71,6 +76,8 @@ class ContextParallelPlan:
     buffer: Tensor
     numbers: tuple[Tensor, Tensor]
     mask: BlockMask
+    most_moved: int
+    stages: int = 1
     group: Any = None
 
     @property
@@ -173,6 +180,7 @@ def plan_context_parallel(
     cu_seqlens: Tensor | None = None,
     deal: str | ContextParallelPlan = "auto",
     capacity: int | None = None,
+    stages: int | None = None,
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> ContextParallelPlan:
@@ -194,6 +202,10 @@ def plan_context_parallel(
             that are chosen anew for each step, on a GPU, are planned without waiting for it, also in a CUDA graph.
             plan.capacity of a plan without one is the least that its mask needs with its deal. All tiles of a process,
             plan.tiles.shape[1], are always enough; larger values mean as many. Equal on all processes.
+        stages: in how many parts, at most, a call moves K and V: those of some heads move while a kernel computes
+            others. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, and 4 otherwise,
+            or on a CPU 1. A call has as many stages as divide its KV heads and move 16 MB each, and one if it is
+            compiled, has a score_mod, or its mask_mod reads the head. Results are the same. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
@@ -233,18 +245,23 @@ def plan_context_parallel(
     try:
         mask = _mask_on(mesh.device_type, mask, *arguments, device)
         _check_deal(mask, size, deal, capacity)
+        _check_stages(stages)
     except Exception as caught:
         if not check:
             raise
         error = caught
     if check:
         dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
+        dealt = stages, *dealt
         if capacity is None:
             check_equal(OP, mask, dealt, group, mesh.device_type, error)
         else:
-            sizes = () if error else (capacity, mask.lengths, mask.blocksize, dealt[0])
+            sizes = () if error else (capacity, mask.lengths, mask.blocksize, *dealt[:2])
             check_sizes(OP, sizes, group, mesh.device_type, error)
-    plan = _planned(mask, size, deal, (rank,), group, capacity)[0]
+    if stages is None:
+        one_host = mesh.device_type != "cuda" or size == 1 or peers_of(group, mask.device) is not None
+        stages = 1 if one_host else STAGES
+    plan = _planned(mask, size, deal, (rank,), group, capacity, stages)[0]
     if check and size > 1:
         if capacity is None:
             UNCOMPARED.add(plan)
@@ -266,7 +283,7 @@ def plans(
 
 @torch.inference_mode(False)  # torch.compile saves tensors of a plan for backward
 def _planned(
-    mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group, capacity: int | None
+    mask: BlockMask, size: int, deal: str | ContextParallelPlan, ranks, group, capacity: int | None, stages: int = 1
 ) -> list[ContextParallelPlan]:
     _check_deal(mask, size, deal, capacity)
     length, tile = mask.lengths[0], max(mask.blocksize)
@@ -284,20 +301,22 @@ def _planned(
         blocks = mask.batch * mask.heads * tile**2 // (mask.blocksize[0] * mask.blocksize[1])  # of a tile
         chosen = dealing.best([dealing.cost(*pair, blocks) for pair in zip(deals.loads, deals.counts, strict=True)])
     tiles, rows = deals.tiles[chosen], deals.counts[chosen]
-    most = max((n for one, row in enumerate(rows) for other, n in enumerate(row) if one != other), default=0)
+    received = [[n for other, n in enumerate(row) if other != one] for one, row in enumerate(rows)]
+    most, most_moved = max(map(max, received), default=0) if size > 1 else 0, max(map(sum, received))
     ragged = tiles.numel() * tile != length
     result = []
     for rank in ranks:
-        sent, received = [row[rank] for row in rows], [*rows[rank]]
-        sent[rank] = received[rank] = 0
+        sends_to, receives = [row[rank] for row in rows], [*rows[rank]]
+        sends_to[rank] = receives[rank] = 0
         own, sends, buffer, numbers, lists = deals.moves(chosen, rank)
         mask_mod = mask.mask_mod
         if mask_mod is not None or ragged:
             mask_mod = AtPositions(mask_mod or Band(None, None), *numbers, tile, length if ragged else None)
         lengths = tiles.shape[1] * tile, len(buffer) * tile
         local = BlockMask(*lists, lengths=lengths, blocksize=mask.blocksize, mask_mod=mask_mod, check=False)
-        moved = own, sends, sent, received, buffer, numbers
-        result.append(ContextParallelPlan(length, tile, tiles, rank, size, names[chosen], most, *moved, local, group))
+        dealt = length, tile, tiles, rank, size, names[chosen], most
+        moved = own, sends, sends_to, receives, buffer, numbers
+        result.append(ContextParallelPlan(*dealt, *moved, local, most_moved, stages, group))
     return result
 
 
@@ -323,6 +342,13 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, cap
     if deal == "auto":
         known = ", ".join(map(repr, dealing.DEALS))
         raise ValueError(f"{OP}: with capacity, deal must be a plan or one of {known}; 'auto' reads which one is best")
+
+
+def _check_stages(stages: int | None) -> None:
+    if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool)):
+        raise TypeError(f"{OP}: stages must be an int or None, got {stages!r}")
+    if stages is not None and stages < 1:
+        raise ValueError(f"{OP}: stages must be at least 1, got {stages}")
 
 
 @torch.inference_mode(False)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, block_sparse_attention, patterns, score_mods
-from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
+from attention import attention, block_sparse_attention, create_block_mask, patterns, score_mods
+from attention.distributed import ContextParallel, context_parallel_attention, passes, plan_context_parallel
 
 from ..recomputed import recomputed
 
@@ -197,6 +197,53 @@ def selective_checkpointing(device):
         out = call(*leaves, plan)
         results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def later_heads_see_less(b, h, q, kv):
+    return (q >= kv) & (q - kv <= 400 - 40 * h)
+
+
+def in_stages(device):
+    """Stages of heads have the results of one stage, bit for bit; what reads the head has one stage."""
+    *tensors, dout = (torch.cat([t, t.flip(2)], 1) for t in qkv(device))  # 8 heads of q, 4 of k and v
+    mesh, lengths = mesh_of(device), (LENGTH, LENGTH)
+    listed = torch.rand(8, 8, 8, device="cpu", generator=torch.Generator().manual_seed(1)) < 0.4
+    shape = 1, 1, *lengths
+    at_all_heads = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 300), *shape, device=device)
+    staged = [patterns.causal(lengths, device=device), at_all_heads]
+    staged += [patterns.packed_documents(documents(device), lengths=lengths, causal=True)]
+    staged += [patterns.BlockMask.from_blocks(listed.to(device), lengths=lengths, causal=True)]
+    of_heads = create_block_mask(later_heads_see_less, 1, 8, *lengths, device=device)
+
+    def step(plan, call=context_parallel_attention, **options):
+        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
+        out, lse = call(*leaves, plan, return_lse=True, deterministic=True, **options)
+        gradients = torch.autograd.grad((out, lse), leaves, (plan.shard(dout, 2), torch.ones_like(lse)))
+        return out.detach(), lse.detach(), *gradients
+
+    begun = mock.Mock(side_effect=passes.begin_together)
+    with mock.patch.object(passes, "STAGE_BYTES", 1), mock.patch.object(passes, "begin_together", begun):
+        for mask, most in [(mask, (1, 2, 3, 4)) for mask in staged] + [(of_heads, (1, 4))]:
+            results = []
+            for stages in most:
+                plan = plan_context_parallel(mask, mesh, stages=stages, deal="head_tail")
+                for options in ({}, {"keep_kv": True}):
+                    begun.reset_mock()
+                    results.append(step(plan, **options))
+                    count = {1: 0, 2: 2, 3: 2, 4: 4}[stages] if mask is not of_heads else 0
+                    ahead = 0 if options or not count else 2  # gathered again before the first stage of backward
+                    assert begun.call_count == 2 * count + ahead
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        begun.reset_mock()
+
+        @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+        def compiled(*args, **options):
+            return context_parallel_attention(*args, **options)
+
+        for other in (step(plan, compiled), step(plan, score_mod=lambda score, b, h, q, kv: score)):
+            torch.testing.assert_close(other, results[0], rtol=1e-2, atol=1e-2)
+        assert not begun.called
 
 
 class Inner(torch.nn.Module):
@@ -488,6 +535,9 @@ def errors(device):
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         with pytest.raises(ValueError, match=f"begin at 0, never decrease and end at or before length, {LENGTH}, got"):
             plan_context_parallel(**whole, cu_seqlens=cu)
+    for kind, value, text in ((TypeError, 2.0, "an int or None, got 2.0"), (ValueError, 0, "at least 1, got 0")):
+        with pytest.raises(kind, match=f"stages must be {text}"):
+            plan_context_parallel(**whole, stages=value)
     plan = plan_context_parallel(**whole, causal=True, check=False)
     *tensors, _ = qkv(device)
     shards = [plan.shard(t, 2) for t in tensors]
@@ -533,6 +583,7 @@ CHECKS = [
     score_functions,
     checkpointing_and_compile,
     selective_checkpointing,
+    in_stages,
     with_a_capacity,
     parallel_style,
     beside_data_parallel,

@@ -26,17 +26,20 @@ def exchanged(move, tensors, made, *args):
     """`gathered` or `reduced` of each rank: once to record what it sends, and once with what it receives."""
     pieces = []
 
-    def send(out, x, received, sent, group):
-        pieces.append(x.split(sent))
+    def send(transfers, group):
+        pieces.extend(transfer.x.split(transfer.sent) for transfer in transfers)
+        return []
 
-    def receive(out, x, received, sent, group):
-        out.copy_(torch.cat([of_rank[plan.rank] for of_rank in pieces]))
+    def receive(transfers, group):
+        for transfer in transfers:
+            transfer.out.copy_(torch.cat([of_rank[plan.rank] for of_rank in pieces]))
+        return []
 
-    with mock.patch.object(exchange, "_all_to_all", send):
+    with mock.patch.object(exchange, "begin", send):
         for t, plan in zip(tensors, made, strict=True):
             move([t.clone()], plan, *args)
     found = []
-    with mock.patch.object(exchange, "_all_to_all", receive):
+    with mock.patch.object(exchange, "begin", receive):
         for t, plan in zip(tensors, made, strict=True):
             found += move([t], plan, *args)
     return found

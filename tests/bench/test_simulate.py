@@ -68,6 +68,17 @@ def test_needs_of_documents_and_windows_stay():
     assert max(entry["moved_mb"] for entry in window) <= 22.1
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_passes_in_stages(stages):
+    """What moves beside kernels costs nothing if these take longer: one stage's part is left, at each end."""
+    kernel, slow = torch.tensor([80.0]), 1e3
+    assert simulate.forward_ms(kernel, torch.tensor([8.0]), stages) == 80 + 8 / stages
+    assert simulate.backward_ms(kernel, torch.tensor([8.0]), torch.tensor([16.0]), stages) == 80 + 24 / stages
+    assert simulate.forward_ms(kernel, slow * kernel, stages) == slow * 80 + 80 / stages
+    moving = slow * kernel, 2 * slow * kernel
+    assert simulate.backward_ms(kernel, *moving, stages) == 3 * slow * 80 + (80 if stages == 1 else 0)
+
+
 def test_documents_in_random_order_cross_hosts():
     """The same documents and blocks; the measured order has none that begins on one host and ends on another."""
     names, length = (PACKED, PACKED + simulate.SHUFFLED), 64 * simulate.TOKENS

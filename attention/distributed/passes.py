@@ -1,0 +1,192 @@
+"""Forward and backward passes of context_parallel_attention, in one stage or in stages of some heads each.
+
+In one stage K and V move, then a kernel runs. In stages they move for some heads while it runs for others:
+
+    forward     transfers   gather 0 | gather 1    | gather 2    | gather 3    |
+                kernels              | attention 0 | attention 1 | attention 2 | attention 3
+
+    backward    transfers   gather 0 | gather 1    | gather 2, reduce 0 | gather 3, reduce 1 | reduce 2   | reduce 3
+                kernels              | backward 0  | backward 1         | backward 2         | backward 3 |
+
+Beside each kernel there is one transfer, since a second one would get no multiprocessors before that kernel ends. For
+the same reason the first one must have begun before the kernel does.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from cute_kernels.runtime.torch_compat import without_modes
+from cute_kernels.runtime.transforms import differentiable_once
+
+from ..masks.block_mask import BlockMask
+from ..masks.element_mask import H_INPUT, trace_mask
+from ..masks.score_mod import inputs_of
+from ..ops import block_sparse_attention
+from ..shards import attention_backward
+from .exchange import Gather, Reduce, begin_together, gathered, reduced, wait
+from .plan import ContextParallelPlan
+
+STAGE_BYTES = 2**24  # of K and V, at least, that the process that receives most gets in each stage
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some heads of q, and those of k and v that they share; the mask has the former."""
+
+    heads: slice
+    kv_heads: slice
+    mask: BlockMask
+
+    def of_q(self, x: Tensor) -> Tensor:
+        return x[:, self.heads]
+
+    def of_kv(self, x: Tensor) -> Tensor:
+        return x[:, self.kv_heads]
+
+
+# plan -> stages by numbers of heads and of stages
+_STAGES: WeakKeyDictionary[ContextParallelPlan, dict[tuple[int, int, int], list[Stage]]] = WeakKeyDictionary()
+
+
+def stages_of(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, scored: bool) -> list[Stage]:
+    """The stages of a call, or none if it has one. All processes find the same number.
+
+    scored: whether there is a score_mod, which gets numbers of heads.
+    """
+    if is_compiling() or scored or plan.stages == 1:
+        return []
+    row = sum(t.element_size() * t.shape[0] * t.shape[1] * t.shape[3] for t in (k, v))
+    count = count_of(plan.stages, row * plan.tile * plan.most_moved, k.shape[1])
+    if count == 1:
+        return []
+    known, key = _STAGES.setdefault(plan, {}), (q.shape[1], k.shape[1], count)
+    if key not in known:
+        known[key] = _stages(plan.mask, *key)
+    return known[key]
+
+
+def count_of(most: int, moved: int, kv_heads: int) -> int:
+    """Number of stages, at most `most`, of a call in which a process receives at most so many bytes of K and V."""
+    most = min(most, moved // STAGE_BYTES)
+    return max((n for n in range(2, most + 1) if kv_heads % n == 0), default=1)
+
+
+@torch.inference_mode(False)  # later calls may save these tensors for backward
+@without_modes()  # selective checkpointing must not see what the first call alone does
+def _stages(mask: BlockMask, q_heads: int, kv_heads: int, count: int) -> list[Stage]:
+    if _reads_heads(mask):
+        return []
+    found = []
+    for i in range(count):
+        heads, of_kv = (slice(n // count * i, n // count * (i + 1)) for n in (q_heads, kv_heads))
+        part = mask
+        if mask.heads > 1:
+            lists = (t[:, heads].contiguous() for t in mask.lists())
+            part = BlockMask(
+                *lists, lengths=mask.lengths, blocksize=mask.blocksize, mask_mod=mask.mask_mod, check=False
+            )
+        found.append(Stage(heads, of_kv, part))
+    return found
+
+
+def _reads_heads(mask: BlockMask) -> bool:
+    """True if mask_mod may depend on the head."""
+    if mask.mask_mod is None:
+        return False
+    try:
+        program = trace_mask(mask.mask_mod, mask.device).program
+    except Exception:  # the reference on a CPU calls functions that kernels refuse
+        return True
+    return H_INPUT in inputs_of(program, program.output)
+
+
+class ContextParallelPasses(torch.autograd.Function):
+    """(out, lse) of a process's queries, differentiable once in q, k and v."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
+        stages = stages_of(plan, q, k, v, options["score_mod"] is not None)
+        if stages:
+            out, lse, buffers = _attention_in_stages(stages, q, k, v, plan, dict(options))
+        else:
+            k_buffer, v_buffer = buffers = gathered((k, v), plan)
+            out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
+        ctx.save_for_backward(q, out, lse, *(buffers if keep else (k, v)))
+        ctx.stages, ctx.plan, ctx.options, ctx.keep = stages, plan, options, keep
+        ctx.dtypes, ctx.sizes = (k.dtype, v.dtype), (k.shape, v.shape)
+        ctx.grad_dtype = torch.promote_types(q.dtype, reduce_dtype)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        # In a trace AOTAutograd itself refuses second derivatives.
+        return (_gradients if is_compiling() else _gradients_once)(ctx, dout, dlse)
+
+
+def _attention_in_stages(stages: list[Stage], q, k, v, plan: ContextParallelPlan, options: dict[str, Any]) -> tuple:
+    """out, lse, and the buffers of K and V, two for each stage."""
+    gathers = [Gather((stage.of_kv(k), stage.of_kv(v)), plan) for stage in stages]
+    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers]
+    wait(arriving[0])
+    for gather in gathers:  # while the second transfer begins
+        gather.copy_own()
+    out, lses, buffers = q.new_empty((*q.shape[:3], v.shape[3])), [], []
+    for stage, gather, transfers in zip(stages, gathers, arriving, strict=True):
+        wait(transfers)
+        k, v = gather.buffers()
+        options["out"] = stage.of_q(out)
+        lses.append(block_sparse_attention(stage.of_q(q), k, v, stage.mask, return_lse=True, **options)[1])
+        buffers += [k, v]
+    return out, torch.cat(lses, 1), buffers
+
+
+def _gradients(ctx, dout, dlse) -> tuple:
+    q, out, lse, *kv = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dtypes = {"grad_dtype": None if ctx.grad_dtype is q.dtype else ctx.grad_dtype, "dq_dtype": q.dtype}
+    if ctx.stages:
+        dq, dk, dv = _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, ctx.options | dtypes)
+    else:
+        k, v = kv if ctx.keep else gathered(kv, ctx.plan)
+        dq, dk, dv = attention_backward(dout, q, k, v, out, lse, ctx.plan.mask, dlse=dlse, **ctx.options, **dtypes)
+        dk, dv = reduced((dk, dv), ctx.plan, ctx.dtypes)
+    return dq, dk, dv, None, None, None, None
+
+
+def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    stages, plan = ctx.stages, ctx.plan
+    gathers = [] if ctx.keep else [Gather([stage.of_kv(t) for t in kv], plan) for stage in stages]
+    # arriving[i] is what must have arrived before stage i
+    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers[:2]]
+    dq, reduces = torch.empty_like(q), []
+    for i, stage in enumerate(stages):
+        if ctx.keep:
+            k, v = kv[2 * i : 2 * i + 2]
+        else:
+            wait(arriving[i])
+            gathers[i].copy_own()
+            k, v = gathers[i].buffers()
+        dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
+        options["dlse"] = None if dlse is None else stage.of_q(dlse)
+        dq_part, dk, dv = attention_backward(dout_part, q_part, k, v, out_part, lse_part, stage.mask, **options)
+        reduces.append(Reduce((dk, dv), plan))
+        ahead = gathers[i + 2].transfers if i + 2 < len(gathers) else []
+        arriving.append(begin_together([*reduces[-1].transfers, *ahead], plan.group))
+        stage.of_q(dq).copy_(dq_part)  # while the transfer begins
+    dk, dv = (q.new_empty(size, dtype=dtype) for size, dtype in zip(ctx.sizes, ctx.dtypes, strict=True))
+    for stage, reduce, transfers in zip(stages, reduces, arriving[-len(stages) :], strict=True):
+        reduce.add_own()
+        wait(transfers)
+        for total, part in zip((dk, dv), reduce.sums(), strict=True):
+            stage.of_kv(total).copy_(part)
+    return dq, dk, dv
+
+
+_gradients_once = differentiable_once(_gradients)
