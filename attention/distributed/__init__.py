@@ -5,7 +5,7 @@
     out = context_parallel_attention(q, k, v, plan)
 
 deal.py decides which process has which tokens, plan.py which keys and values move where, check.py compares the
-processes' masks and calls, exchange.py moves keys and values, passes.py has the forward and the backward pass, and ops.py
+processes' masks and calls, exchange.py moves keys and values, passes.py has the forward and backward passes, and ops.py
 the op. styles.py has the parallel style for parallelize_module.
 """
 

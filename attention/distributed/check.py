@@ -33,7 +33,7 @@ def check_equal(
     """Compare masks and deals by a hash that the processes of a group exchange. Synchronizes.
 
     Args:
-        deal: its name, and its tiles if they are those of another plan.
+        deal: stages, the deal's name, and its tiles if they are those of another plan.
         device: of the mesh.
         error: of this process's arguments, which takes the place of its hash; None: they are right.
 
@@ -47,7 +47,8 @@ def check_equal(
     numbers = _exchanged(op, values, error, group, device)
     if different := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
         raise RuntimeError(
-            f"{op}: the masks of the processes {different} differ from that of process 0; all must plan the same mask"
+            f"{op}: the masks, deals or stages of the processes {different} differ from those of process 0; all must "
+            "pass the same"
         )
 
 
@@ -64,7 +65,9 @@ def check_sizes(op: str, values: tuple, group, device: torch.device | str, error
     numbers = _hashes(values, error, group, device)
     if error:
         raise error
-    _check_same(numbers, numbers[:1], f"{op}: the processes' deals, capacities or lengths differ, or one has an error")
+    _check_same(
+        numbers, numbers[:1], f"{op}: the processes' deals, stages, capacities or lengths differ, or one has an error"
+    )
 
 
 def _check_same(numbers: Tensor, expected: Tensor, text: str) -> None:

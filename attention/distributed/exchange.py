@@ -16,8 +16,8 @@ from .plan import ContextParallelPlan
 
 
 class Transfer(NamedTuple):
-    """What the processes send to this one, by process, is written to `out`: `received` entries of each, while each gets
-    its `sent` of x."""
+    """An exchange with all processes: `out` receives `received` entries of each, in their order, and each gets its
+    `sent` entries of x."""
 
     out: Tensor
     x: Tensor

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.torch_compat import without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
@@ -65,9 +66,12 @@ def stages_of(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, scored
     if count == 1:
         return []
     known, key = _STAGES.setdefault(plan, {}), (q.shape[1], k.shape[1], count)
-    if key not in known:
-        known[key] = _stages(plan.mask, *key)
-    return known[key]
+    if key in known:
+        return known[key]
+    stages = _stages(plan.mask, *key)
+    if not captured(q):  # tensors of a CUDA graph have no values yet
+        known[key] = stages
+    return stages
 
 
 def count_of(most: int, moved: int, kv_heads: int) -> int:
@@ -131,8 +135,10 @@ class ContextParallelPasses(torch.autograd.Function):
 
 def _attention_in_stages(stages: list[Stage], q, k, v, plan: ContextParallelPlan, options: dict[str, Any]) -> tuple:
     """out, lse, and the buffers of K and V, two for each stage."""
-    gathers = [Gather((stage.of_kv(k), stage.of_kv(v)), plan) for stage in stages]
-    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers]
+    gathers, arriving = [], []
+    for stage in stages:
+        gathers.append(Gather((stage.of_kv(k), stage.of_kv(v)), plan))
+        arriving.append(begin_together(gathers[-1].transfers, plan.group))
     wait(arriving[0])
     for gather in gathers:  # while the second transfer begins
         gather.copy_own()
@@ -163,8 +169,7 @@ def _gradients(ctx, dout, dlse) -> tuple:
 def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     stages, plan = ctx.stages, ctx.plan
     gathers = [] if ctx.keep else [Gather([stage.of_kv(t) for t in kv], plan) for stage in stages]
-    # arriving[i] is what must have arrived before stage i
-    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers[:2]]
+    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers[:2]]  # before stages 0 and 1
     dq, reduces = torch.empty_like(q), []
     for i, stage in enumerate(stages):
         if ctx.keep:
@@ -178,7 +183,7 @@ def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, An
         dq_part, dk, dv = attention_backward(dout_part, q_part, k, v, out_part, lse_part, stage.mask, **options)
         reduces.append(Reduce((dk, dv), plan))
         ahead = gathers[i + 2].transfers if i + 2 < len(gathers) else []
-        arriving.append(begin_together([*reduces[-1].transfers, *ahead], plan.group))
+        arriving.append(begin_together(reduces[-1].transfers + ahead, plan.group))  # before stage i + 2, or the end
         stage.of_q(dq).copy_(dq_part)  # while the transfer begins
     dk, dv = (q.new_empty(size, dtype=dtype) for size, dtype in zip(ctx.sizes, ctx.dtypes, strict=True))
     for stage, reduce, transfers in zip(stages, reduces, arriving[-len(stages) :], strict=True):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import os
 from unittest import mock
 
@@ -181,7 +182,7 @@ def checkpointing_and_compile(device):
 
 
 def selective_checkpointing(device):
-    """Nothing is saved of the comparison of the first call."""
+    """Nothing is saved of the comparison of the first call, nor of what it makes for stages."""
     *tensors, dout = qkv(device)
     made = functools.partial(plan_context_parallel, mesh=mesh_of(device), length=LENGTH, causal=True)
 
@@ -191,12 +192,14 @@ def selective_checkpointing(device):
         return torch.cat((out[..., 32:], out[..., :32]), -1).square()
 
     results = []
-    for call in (block, functools.partial(recomputed, block)):
-        plan = made()
+    for call, stages in itertools.product((block, functools.partial(recomputed, block)), (1, 2)):
+        plan = made(stages=stages)
         leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
-        out = call(*leaves, plan)
-        results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        with mock.patch.object(passes, "STAGE_BYTES", 1):
+            out = call(*leaves, plan)
+            results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def later_heads_see_less(b, h, q, kv):
@@ -316,7 +319,7 @@ def with_a_capacity(device):
         first, second = (dist.get_rank() == rank for rank in (0, 1))
         far = distance.abs() > 2
         scores.copy_((distance if first else -distance).float().masked_fill(far, float("-inf")))
-        with pytest.raises(RuntimeError, match="deals, capacities or lengths differ, or one has an error"):
+        with pytest.raises(RuntimeError, match="deals, stages, capacities or lengths differ, or one has an error"):
             plan_context_parallel(chosen(), mesh, deal="contiguous", capacity=capacity + first)
         kind, wrong = (ValueError, -1) if first else (RuntimeError, capacity)
         with pytest.raises(kind, match="capacity must not be negative" if first else "or one has an error"):
@@ -424,17 +427,17 @@ def under_autocast(device):
 def different_masks_are_refused(device):
     """By all processes."""
     length = 256 if dist.get_rank() else 384
-    with pytest.raises(RuntimeError, match="differ from that of process 0"):
+    with pytest.raises(RuntimeError, match="differ from those of process 0"):
         plan_context_parallel(mesh=mesh_of(device), length=length, causal=True)
     mask = patterns.causal((LENGTH, LENGTH), device=device)
     blocks = (mask.tables()[0] | mask.tables()[1])[0, 0]
     blocks[-1, 0] ^= dist.get_rank() == 1
-    with pytest.raises(RuntimeError, match="differ from that of process 0"):
+    with pytest.raises(RuntimeError, match="differ from those of process 0"):
         plan_context_parallel(patterns.BlockMask.from_blocks(blocks, lengths=(LENGTH, LENGTH)), mesh_of(device))
     last = 639 if dist.get_rank() else 640  # within the same blocks
     cu = torch.tensor([0, last, LENGTH], dtype=torch.int32, device=device)
-    for other in ({"window_size": (last, 0)}, {"cu_seqlens": cu}):
-        with pytest.raises(RuntimeError, match="differ from that of process 0"):
+    for other in ({"window_size": (last, 0)}, {"cu_seqlens": cu}, {"stages": last}):
+        with pytest.raises(RuntimeError, match="differ from those of process 0"):
             plan_context_parallel(mesh=mesh_of(device), length=LENGTH, **other)
 
 

@@ -70,7 +70,7 @@ def test_needs_of_documents_and_windows_stay():
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_passes_in_stages(stages):
-    """What moves beside kernels costs nothing if these take longer: one stage's part is left, at each end."""
+    """Transfers beside longer kernels cost nothing: one stage's part is left, at each end."""
     kernel, slow = torch.tensor([80.0]), 1e3
     assert simulate.forward_ms(kernel, torch.tensor([8.0]), stages) == 80 + 8 / stages
     assert simulate.backward_ms(kernel, torch.tensor([8.0]), torch.tensor([16.0]), stages) == 80 + 24 / stages
