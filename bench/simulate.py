@@ -159,12 +159,12 @@ def predicted(measured: Measured, length: int, size: int) -> dict:
 
 
 def forward_ms(kernel: Tensor, gather: Tensor, stages: int) -> Tensor:
-    """Milliseconds of a forward pass of each rank, of those that its kernels and moving K and V take."""
+    """Time of a forward pass of each rank, from those of its kernels and of moving K and V; in milliseconds."""
     return (gather + (stages - 1) * torch.maximum(kernel, gather) + kernel) / stages
 
 
 def backward_ms(kernel: Tensor, gather: Tensor, reduce: Tensor, stages: int) -> Tensor:
-    """Milliseconds of a backward pass of each rank, in which gradients return as well: the timeline of passes.py."""
+    """Time of a backward pass of each rank, from which gradients return as well, by the timeline of passes.py."""
     if stages == 1:
         return gather + kernel + reduce
     beside = [gather, *[gather + reduce] * (stages - 2), reduce]

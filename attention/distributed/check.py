@@ -28,12 +28,12 @@ UNCOMPARED: WeakSet[Any] = WeakSet()  # plans whose next eager call is compared
 
 
 def check_equal(
-    op: str, mask: BlockMask, deal: tuple, group, device: torch.device | str, error: Exception | None
+    op: str, mask: BlockMask, choices: tuple, group, device: torch.device | str, error: Exception | None
 ) -> None:
-    """Compare masks and deals by a hash that the processes of a group exchange. Synchronizes.
+    """Compare masks and choices by a hash that the processes of a group exchange. Synchronizes.
 
     Args:
-        deal: stages, the deal's name, and its tiles if they are those of another plan.
+        choices: stages, the name of the deal, and its tiles if they are those of another plan.
         device: of the mesh.
         error: of this process's arguments, which takes the place of its hash; None: they are right.
 
@@ -43,7 +43,7 @@ def check_equal(
     values: tuple = ()
     if error is None:
         tables = mask.tables()
-        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *deal, *tables, *facts(mask.mask_mod)
+        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *choices, *tables, *facts(mask.mask_mod)
     numbers = _exchanged(op, values, error, group, device)
     if different := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
         raise RuntimeError(

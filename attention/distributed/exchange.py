@@ -44,7 +44,8 @@ class Gather:
             torch.index_select(tiles, 0, self._plan.own, out=buffer[: len(self._plan.own)])
 
     def buffers(self) -> list[Tensor]:
-        """The buffers, for use behind copy_own and the transfers."""
+        """The buffers, when copy_own and the transfers are done, whose memory is freed."""
+        self._tiles, self.transfers = [], []
         return [_rows(buffer) for buffer in self._buffers]
 
 
@@ -75,7 +76,7 @@ class Reduce:
             self._sums.append(total)
 
     def sums(self) -> list[Tensor]:
-        """The gradients in FP32, (B, Hkv, local length, D), for use behind add_own and the transfers."""
+        """The gradients in FP32, (B, Hkv, local length, D), when add_own and the transfers are done."""
         sends, counts = self._plan.sends, self._plan.send_counts
         for total, transfer in zip(self._sums, self.transfers, strict=True):
             for places, part in zip(sends.split(counts), transfer.out.split(counts), strict=True):
@@ -86,18 +87,18 @@ class Reduce:
 def gathered(shards: Sequence[Tensor], plan: ContextParallelPlan) -> list[Tensor]:
     """The buffers of shards of K and V, see Gather."""
     gather = Gather(shards, plan)
-    arriving = begin(gather.transfers, plan.group)
+    works = begin(gather.transfers, plan.group)
     gather.copy_own()
-    wait(arriving)
+    wait(works)
     return gather.buffers()
 
 
 def reduced(gradients: Sequence[Tensor], plan: ContextParallelPlan, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """The gradients of shards of K and V, of these dtypes, from those of all processes' buffers, see Reduce."""
     reduce = Reduce(gradients, plan)
-    arriving = begin(reduce.transfers, plan.group)
+    works = begin(reduce.transfers, plan.group)
     reduce.add_own()
-    wait(arriving)
+    wait(works)
     return [total.to(dtype) for total, dtype in zip(reduce.sums(), dtypes, strict=True)]
 
 
@@ -127,11 +128,10 @@ def begin_together(transfers: Sequence[Transfer], group: Any) -> list[Any]:
     return dist.batch_isend_irecv(moves) if moves else []
 
 
-def wait(transfers: list[Any]) -> None:
-    """Let the current stream wait for transfers that have begun, once: the list is empty then."""
-    for transfer in transfers:
-        transfer.wait()
-    transfers.clear()
+def wait(works: Sequence[Any]) -> None:
+    """Let the current stream wait for transfers that have begun."""
+    for work in works:
+        work.wait()
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:

@@ -17,7 +17,7 @@ from ..masks.score_mod import WHAT, bound
 from ..masks.score_mods import Bias
 from ..operands import autocast
 from .check import awaits_comparison, compare_call, facts
-from .passes import ContextParallelPasses
+from .passes import ContextParallelPasses, note_trace
 from .plan import ContextParallelPlan
 
 OP = "context_parallel_attention"
@@ -150,7 +150,9 @@ def context_parallel_attention(
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
     call = Call(q, k, v, softcap, scale, return_lse, deterministic, score_mod, keep_kv, reduce_dtype)
-    if not is_compiling() and awaits_comparison(plan):
+    if is_compiling():
+        note_trace()
+    elif awaits_comparison(plan):
         with without_modes():  # a recomputation of this call, which is not compared, runs the same operations
             compare_call(OP, plan, lambda: _described(call, plan))
     call = _prepared(call, plan)

@@ -12,27 +12,28 @@ Beside each kernel there is one transfer, since a second one would get no multip
 the same reason the first one must have begun before the kernel does.
 """
 
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.torch_compat import without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
+from ..block_sparse import contents_of
 from ..masks.block_mask import BlockMask
 from ..masks.element_mask import H_INPUT, trace_mask
 from ..masks.score_mod import inputs_of
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
-from .exchange import Gather, Reduce, begin_together, gathered, reduced, wait
+from .exchange import Gather, Reduce, Transfer, begin_together, gathered, reduced, wait
 from .plan import ContextParallelPlan
 
-STAGE_BYTES = 2**24  # of K and V, at least, that the process that receives most gets in each stage
+STAGE_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,19 @@ class Stage:
         return x[:, self.kv_heads]
 
 
-# plan -> stages by numbers of heads and of stages
-_STAGES: WeakKeyDictionary[ContextParallelPlan, dict[tuple[int, int, int], list[Stage]]] = WeakKeyDictionary()
+_traced = False  # whether this process has traced a call
+
+
+@torch.compiler.assume_constant_result  # runs when torch.compile traces a call, not in the compiled call
+def note_trace() -> bool:
+    """Give all later calls of this process one stage.
+
+    A compiled call has one, in which it exchanges other messages than an eager call in stages. So ranks would wait for
+    each other if torch.compile gave up on one of them, as it does where a function is compiled too often.
+    """
+    global _traced
+    _traced = True
+    return True
 
 
 def stages_of(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, scored: bool) -> list[Stage]:
@@ -59,33 +71,30 @@ def stages_of(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, scored
 
     scored: whether there is a score_mod, which gets numbers of heads.
     """
-    if is_compiling() or scored or plan.stages == 1:
+    if is_compiling() or scored or plan.stages == 1 or _traced:
         return []
     row = sum(t.element_size() * t.shape[0] * t.shape[1] * t.shape[3] for t in (k, v))
     count = count_of(plan.stages, row * plan.tile * plan.most_moved, k.shape[1])
     if count == 1:
         return []
-    known, key = _STAGES.setdefault(plan, {}), (q.shape[1], k.shape[1], count)
-    if key in known:
-        return known[key]
-    stages = _stages(plan.mask, *key)
-    if not captured(q):  # tensors of a CUDA graph have no values yet
-        known[key] = stages
-    return stages
+    mask = plan.mask
+    key = "stages", q.shape[1], k.shape[1], count
+    make = partial(_stages, mask, *key[1:])
+    return mask.derived.get(key, mask.kv_num_blocks, make, _lists_of, contents_of(mask))
 
 
 def count_of(most: int, moved: int, kv_heads: int) -> int:
-    """Number of stages, at most `most`, of a call in which a process receives at most so many bytes of K and V."""
+    """Number of stages of a call: the largest divisor of the number of KV heads up to `most` with which the process
+    that receives most, `moved` bytes of K and V, gets at least STAGE_BYTES in each."""
     most = min(most, moved // STAGE_BYTES)
     return max((n for n in range(2, most + 1) if kv_heads % n == 0), default=1)
 
 
-@torch.inference_mode(False)  # later calls may save these tensors for backward
 @without_modes()  # selective checkpointing must not see what the first call alone does
 def _stages(mask: BlockMask, q_heads: int, kv_heads: int, count: int) -> list[Stage]:
     if _reads_heads(mask):
         return []
-    found = []
+    stages = []
     for i in range(count):
         heads, of_kv = (slice(n // count * i, n // count * (i + 1)) for n in (q_heads, kv_heads))
         part = mask
@@ -94,8 +103,12 @@ def _stages(mask: BlockMask, q_heads: int, kv_heads: int, count: int) -> list[St
             part = BlockMask(
                 *lists, lengths=mask.lengths, blocksize=mask.blocksize, mask_mod=mask.mask_mod, check=False
             )
-        found.append(Stage(heads, of_kv, part))
-    return found
+        stages.append(Stage(heads, of_kv, part))
+    return stages
+
+
+def _lists_of(stages: list[Stage]) -> list[Tensor]:
+    return [t for stage in stages for t in stage.mask.lists()]
 
 
 def _reads_heads(mask: BlockMask) -> bool:
@@ -116,7 +129,7 @@ class ContextParallelPasses(torch.autograd.Function):
     def forward(ctx, q, k, v, plan, options, keep: bool, reduce_dtype):
         stages = stages_of(plan, q, k, v, options["score_mod"] is not None)
         if stages:
-            out, lse, buffers = _attention_in_stages(stages, q, k, v, plan, dict(options))
+            out, lse, buffers = _attention_in_stages(stages, q, k, v, plan, options)
         else:
             k_buffer, v_buffer = buffers = gathered((k, v), plan)
             out, lse = block_sparse_attention(q, k_buffer, v_buffer, plan.mask, return_lse=True, **options)
@@ -135,20 +148,22 @@ class ContextParallelPasses(torch.autograd.Function):
 
 def _attention_in_stages(stages: list[Stage], q, k, v, plan: ContextParallelPlan, options: dict[str, Any]) -> tuple:
     """out, lse, and the buffers of K and V, two for each stage."""
-    gathers, arriving = [], []
+    gathers, works = [], []
     for stage in stages:
         gathers.append(Gather((stage.of_kv(k), stage.of_kv(v)), plan))
-        arriving.append(begin_together(gathers[-1].transfers, plan.group))
-    wait(arriving[0])
-    for gather in gathers:  # while the second transfer begins
-        gather.copy_own()
+        works.append(begin_together(gathers[-1].transfers, plan.group))
     out, lses, buffers = q.new_empty((*q.shape[:3], v.shape[3])), [], []
-    for stage, gather, transfers in zip(stages, gathers, arriving, strict=True):
-        wait(transfers)
-        k, v = gather.buffers()
-        options["out"] = stage.of_q(out)
-        lses.append(block_sparse_attention(stage.of_q(q), k, v, stage.mask, return_lse=True, **options)[1])
-        buffers += [k, v]
+    for i, stage in enumerate(stages):
+        wait(works[i])
+        if i == 0:
+            for gather in gathers:  # while the second transfer begins
+                gather.copy_own()
+        buffers += gathers[i].buffers()
+        # Without out=, of which selective checkpointing would save no result.
+        k_buffer, v_buffer = buffers[-2:]
+        part, lse = block_sparse_attention(stage.of_q(q), k_buffer, v_buffer, stage.mask, return_lse=True, **options)
+        stage.of_q(out).copy_(part)
+        lses.append(lse)
     return out, torch.cat(lses, 1), buffers
 
 
@@ -168,29 +183,49 @@ def _gradients(ctx, dout, dlse) -> tuple:
 
 def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     stages, plan = ctx.stages, ctx.plan
-    gathers = [] if ctx.keep else [Gather([stage.of_kv(t) for t in kv], plan) for stage in stages]
-    arriving = [begin_together(gather.transfers, plan.group) for gather in gathers[:2]]  # before stages 0 and 1
-    dq, reduces = torch.empty_like(q), []
+    dq = torch.empty_like(q)
+    dk, dv = (q.new_empty(size, dtype=dtype) for size, dtype in zip(ctx.sizes, ctx.dtypes, strict=True))
+    gathers: deque[Gather] = deque()
+    reduces: deque[tuple[Stage, Reduce]] = deque()
+    to_gather = deque([] if ctx.keep else stages)
+
+    def next_gather() -> list[Transfer]:
+        if not to_gather:
+            return []
+        stage = to_gather.popleft()
+        gathers.append(Gather([stage.of_kv(t) for t in kv], plan))
+        return gathers[-1].transfers
+
+    def store_next_sums() -> None:
+        stage, reduce = reduces.popleft()
+        for gradient, total in zip((dk, dv), reduce.sums(), strict=True):
+            stage.of_kv(gradient).copy_(total)
+
+    # Of the transfers beside stage i - 1: the keys and values of stage i and the gradients of stage i - 2.
+    works = deque(begin_together(next_gather(), plan.group) for _ in range(2))
     for i, stage in enumerate(stages):
+        wait(works.popleft())
+        if i >= 2:
+            store_next_sums()
         if ctx.keep:
             k, v = kv[2 * i : 2 * i + 2]
         else:
-            wait(arriving[i])
-            gathers[i].copy_own()
-            k, v = gathers[i].buffers()
+            gather = gathers.popleft()
+            gather.copy_own()
+            k, v = gather.buffers()
         dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
         options["dlse"] = None if dlse is None else stage.of_q(dlse)
-        dq_part, dk, dv = attention_backward(dout_part, q_part, k, v, out_part, lse_part, stage.mask, **options)
-        reduces.append(Reduce((dk, dv), plan))
-        ahead = gathers[i + 2].transfers if i + 2 < len(gathers) else []
-        arriving.append(begin_together(reduces[-1].transfers + ahead, plan.group))  # before stage i + 2, or the end
-        stage.of_q(dq).copy_(dq_part)  # while the transfer begins
-    dk, dv = (q.new_empty(size, dtype=dtype) for size, dtype in zip(ctx.sizes, ctx.dtypes, strict=True))
-    for stage, reduce, transfers in zip(stages, reduces, arriving[-len(stages) :], strict=True):
-        reduce.add_own()
-        wait(transfers)
-        for total, part in zip((dk, dv), reduce.sums(), strict=True):
-            stage.of_kv(total).copy_(part)
+        dq_part, dk_part, dv_part = attention_backward(
+            dout_part, q_part, k, v, out_part, lse_part, stage.mask, **options
+        )
+        reduce = Reduce((dk_part, dv_part), plan)
+        reduces.append((stage, reduce))
+        works.append(begin_together(reduce.transfers + next_gather(), plan.group))
+        reduce.add_own()  # while the transfer begins
+        stage.of_q(dq).copy_(dq_part)
+    for work in works:
+        wait(work)
+        store_next_sums()
     return dq, dk, dv
 
 

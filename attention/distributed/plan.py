@@ -154,7 +154,7 @@ class ContextParallelPlan:
         blocks = f"{self.moved_tiles()} of {len(self.buffer)} tiles of K and V from others"
         return (
             f"ContextParallelPlan(rank {self.rank} of {self.size}, {self.length} tokens in tiles of {self.tile}, "
-            f"{self.deal}, {self.local_length} here, {blocks})"
+            f"{self.deal}, {self.local_length} here, {blocks}, at most {self.stages} stages)"
         )
 
 
@@ -202,10 +202,11 @@ def plan_context_parallel(
             that are chosen anew for each step, on a GPU, are planned without waiting for it, also in a CUDA graph.
             plan.capacity of a plan without one is the least that its mask needs with its deal. All tiles of a process,
             plan.tiles.shape[1], are always enough; larger values mean as many. Equal on all processes.
-        stages: in how many parts, at most, a call moves K and V: those of some heads move while a kernel computes
-            others. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, and 4 otherwise,
-            or on a CPU 1. A call has as many stages as divide its KV heads and move 16 MB each, and one if it is
-            compiled, has a score_mod, or its mask_mod reads the head. Results are the same. Equal on all processes.
+        stages: most stages of a call. K and V of some heads move in one stage, while a kernel computes those of the
+            stage before. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, else 4; on
+            a CPU 1. The number of a call is the largest divisor of its KV heads up to `stages` with which the process
+            that receives most gets 16 MiB in each. It is 1 for calls with a score_mod or a mask_mod that reads the
+            head, and from the first call on that torch.compile traces. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
@@ -251,17 +252,17 @@ def plan_context_parallel(
             raise
         error = caught
     if check:
-        dealt = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
-        dealt = stages, *dealt
+        name, *tiles = (deal.deal, deal.tiles) if isinstance(deal, ContextParallelPlan) else (deal,)
         if capacity is None:
-            check_equal(OP, mask, dealt, group, mesh.device_type, error)
+            check_equal(OP, mask, (stages, name, *tiles), group, mesh.device_type, error)
         else:
-            sizes = () if error else (capacity, mask.lengths, mask.blocksize, *dealt[:2])
+            sizes = () if error else (capacity, stages, name, mask.lengths, mask.blocksize)
             check_sizes(OP, sizes, group, mesh.device_type, error)
-    if stages is None:
-        one_host = mesh.device_type != "cuda" or size == 1 or peers_of(group, mask.device) is not None
-        stages = 1 if one_host else STAGES
-    plan = _planned(mask, size, deal, (rank,), group, capacity, stages)[0]
+    if stages != 1 and size > 1 and mesh.device_type == "cuda":
+        # Also if stages are given: the first transfers of a group must be those of all its processes.
+        reached = peers_of(group, mask.device) is not None
+        stages = stages or (1 if reached else STAGES)
+    plan = _planned(mask, size, deal, (rank,), group, capacity, stages or 1)[0]
     if check and size > 1:
         if capacity is None:
             UNCOMPARED.add(plan)
