@@ -8,8 +8,8 @@ In one stage K and V move, then a kernel runs. In stages they move for some head
     backward    transfers   gather 0 | gather 1    | gather 2, reduce 0 | gather 3, reduce 1 | reduce 2   | reduce 3
                 kernels              | backward 0  | backward 1         | backward 2         | backward 3 |
 
-Beside each kernel there is one transfer, since a second one would get no multiprocessors before that kernel ends. For
-the same reason the first one must have begun before the kernel does.
+A kernel has one transfer next to it, since a second one would get no multiprocessors before that kernel ends. For the
+same reason the transfer must begin before the kernel does.
 """
 
 from collections import deque
@@ -38,17 +38,24 @@ STAGE_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Stage:
-    """Some heads of q, and those of k and v that they share; the mask has the former."""
+    """Some heads of q, and those of k and v that they share.
+
+    mask: of the former; None: the plan's, which is that of all heads. (The plan's mask has a cache with its stages, so
+        that a reference to it would be a cycle.)
+    """
 
     heads: slice
     kv_heads: slice
-    mask: BlockMask
+    mask: BlockMask | None
 
     def of_q(self, x: Tensor) -> Tensor:
         return x[:, self.heads]
 
     def of_kv(self, x: Tensor) -> Tensor:
         return x[:, self.kv_heads]
+
+    def mask_of(self, plan: ContextParallelPlan) -> BlockMask:
+        return plan.mask if self.mask is None else self.mask
 
 
 _traced = False  # whether this process has traced a call
@@ -97,7 +104,7 @@ def _stages(mask: BlockMask, q_heads: int, kv_heads: int, count: int) -> list[St
     stages = []
     for i in range(count):
         heads, of_kv = (slice(n // count * i, n // count * (i + 1)) for n in (q_heads, kv_heads))
-        part = mask
+        part = None
         if mask.heads > 1:
             lists = (t[:, heads].contiguous() for t in mask.lists())
             part = BlockMask(
@@ -108,7 +115,7 @@ def _stages(mask: BlockMask, q_heads: int, kv_heads: int, count: int) -> list[St
 
 
 def _lists_of(stages: list[Stage]) -> list[Tensor]:
-    return [t for stage in stages for t in stage.mask.lists()]
+    return [t for stage in stages if stage.mask is not None for t in stage.mask.lists()]
 
 
 def _reads_heads(mask: BlockMask) -> bool:
@@ -160,8 +167,8 @@ def _attention_in_stages(stages: list[Stage], q, k, v, plan: ContextParallelPlan
                 gather.copy_own()
         buffers += gathers[i].buffers()
         # Without out=, of which selective checkpointing would save no result.
-        k_buffer, v_buffer = buffers[-2:]
-        part, lse = block_sparse_attention(stage.of_q(q), k_buffer, v_buffer, stage.mask, return_lse=True, **options)
+        (k_buffer, v_buffer), mask = buffers[-2:], stage.mask_of(plan)
+        part, lse = block_sparse_attention(stage.of_q(q), k_buffer, v_buffer, mask, return_lse=True, **options)
         stage.of_q(out).copy_(part)
         lses.append(lse)
     return out, torch.cat(lses, 1), buffers
@@ -201,7 +208,7 @@ def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, An
         for gradient, total in zip((dk, dv), reduce.sums(), strict=True):
             stage.of_kv(gradient).copy_(total)
 
-    # Of the transfers beside stage i - 1: the keys and values of stage i and the gradients of stage i - 2.
+    # Before stage i, works[0] are the transfers of its keys and values and of the gradients of stage i - 2.
     works = deque(begin_together(next_gather(), plan.group) for _ in range(2))
     for i, stage in enumerate(stages):
         wait(works.popleft())
@@ -216,7 +223,7 @@ def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, An
         dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
         options["dlse"] = None if dlse is None else stage.of_q(dlse)
         dq_part, dk_part, dv_part = attention_backward(
-            dout_part, q_part, k, v, out_part, lse_part, stage.mask, **options
+            dout_part, q_part, k, v, out_part, lse_part, stage.mask_of(plan), **options
         )
         reduce = Reduce((dk_part, dv_part), plan)
         reduces.append((stage, reduce))
