@@ -5,7 +5,9 @@ and what arrives is the buffer, by source, without a copy. Everything is unicast
 tiles, it does while the others' arrive.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +134,17 @@ def wait(works: Sequence[Any]) -> None:
     """Let the current stream wait for transfers that have begun."""
     for work in works:
         work.wait()
+
+
+@contextmanager
+def waited_for(queue: deque[list[Any]]) -> Iterator[None]:
+    """Wait for the transfers in a queue if an error ends the block, so that the next ones are not taken for them."""
+    try:
+        yield
+    except BaseException:
+        while queue:
+            wait(queue.popleft())
+        raise
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:

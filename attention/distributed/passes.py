@@ -16,12 +16,13 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cute_kernels.runtime.torch_compat import without_modes
+from cute_kernels.runtime.torch_compat import in_graph_trace, without_modes
 from cute_kernels.runtime.transforms import differentiable_once
 
 from ..block_sparse import contents_of
@@ -30,10 +31,10 @@ from ..masks.element_mask import H_INPUT, trace_mask
 from ..masks.score_mod import inputs_of
 from ..ops import block_sparse_attention
 from ..shards import attention_backward
-from .exchange import Gather, Reduce, Transfer, begin_together, gathered, reduced, wait
+from .exchange import Gather, Reduce, Transfer, begin_together, gathered, reduced, wait, waited_for
 from .plan import ContextParallelPlan
 
-STAGE_BYTES = 2**24
+STAGE_BYTES = 2**24  # see count_of
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,19 @@ class Stage:
         return plan.mask if self.mask is None else self.mask
 
 
-_traced = False  # whether this process has traced a call
+_TRACED: set[str] = set()  # names of groups with calls that this process has traced
+_STAGED: WeakKeyDictionary[ContextParallelPlan, bool] = WeakKeyDictionary()  # whether eager calls may have stages
 
 
 @torch.compiler.assume_constant_result  # runs when torch.compile traces a call, not in the compiled call
-def note_trace() -> bool:
-    """Give all later calls of this process one stage.
+def note_trace(group_name: str) -> bool:
+    """Give eager calls of this group's plans one stage, but plans that have been in use.
 
     A compiled call has one, in which it exchanges other messages than an eager call in stages. So ranks would wait for
-    each other if torch.compile gave up on one of them, as it does where a function is compiled too often.
+    each other if torch.compile gave up on one of them, as it does where a function is compiled too often. A plan that
+    was in use keeps its stages, since a checkpointed call is computed again.
     """
-    global _traced
-    _traced = True
+    _TRACED.add(group_name)
     return True
 
 
@@ -78,7 +80,9 @@ def stages_of(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, scored
 
     scored: whether there is a score_mod, which gets numbers of heads.
     """
-    if is_compiling() or scored or plan.stages == 1 or _traced:
+    if is_compiling() or scored or plan.stages == 1 or in_graph_trace():
+        return []
+    if not _STAGED.setdefault(plan, plan.group.group_name not in _TRACED):
         return []
     row = sum(t.element_size() * t.shape[0] * t.shape[1] * t.shape[3] for t in (k, v))
     count = count_of(plan.stages, row * plan.tile * plan.most_moved, k.shape[1])
@@ -155,22 +159,24 @@ class ContextParallelPasses(torch.autograd.Function):
 
 def _attention_in_stages(stages: list[Stage], q, k, v, plan: ContextParallelPlan, options: dict[str, Any]) -> tuple:
     """out, lse, and the buffers of K and V, two for each stage."""
-    gathers, works = [], []
-    for stage in stages:
-        gathers.append(Gather((stage.of_kv(k), stage.of_kv(v)), plan))
-        works.append(begin_together(gathers[-1].transfers, plan.group))
+    gathers: list[Gather] = []
+    works: deque[list[Any]] = deque()
     out, lses, buffers = q.new_empty((*q.shape[:3], v.shape[3])), [], []
-    for i, stage in enumerate(stages):
-        wait(works[i])
-        if i == 0:
-            for gather in gathers:  # while the second transfer begins
-                gather.copy_own()
-        buffers += gathers[i].buffers()
-        # Without out=, of which selective checkpointing would save no result.
-        (k_buffer, v_buffer), mask = buffers[-2:], stage.mask_of(plan)
-        part, lse = block_sparse_attention(stage.of_q(q), k_buffer, v_buffer, mask, return_lse=True, **options)
-        stage.of_q(out).copy_(part)
-        lses.append(lse)
+    with waited_for(works):
+        for stage in stages:
+            gathers.append(Gather((stage.of_kv(k), stage.of_kv(v)), plan))
+            works.append(begin_together(gathers[-1].transfers, plan.group))
+        for i, stage in enumerate(stages):
+            wait(works.popleft())
+            if i == 0:
+                for gather in gathers:  # while the second transfer begins
+                    gather.copy_own()
+            buffers += gathers[i].buffers()
+            # Without out=, of which selective checkpointing would save no result.
+            (k_buffer, v_buffer), mask = buffers[-2:], stage.mask_of(plan)
+            part, lse = block_sparse_attention(stage.of_q(q), k_buffer, v_buffer, mask, return_lse=True, **options)
+            stage.of_q(out).copy_(part)
+            lses.append(lse)
     return out, torch.cat(lses, 1), buffers
 
 
@@ -208,31 +214,34 @@ def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, An
         for gradient, total in zip((dk, dv), reduce.sums(), strict=True):
             stage.of_kv(gradient).copy_(total)
 
-    # Before stage i, works[0] are the transfers of its keys and values and of the gradients of stage i - 2.
-    works = deque(begin_together(next_gather(), plan.group) for _ in range(2))
-    for i, stage in enumerate(stages):
-        wait(works.popleft())
-        if i >= 2:
+    works: deque[list[Any]] = deque()
+    with waited_for(works):
+        # Before stage i, works[0] are the transfers of its keys and values and of the gradients of stage i - 2.
+        for _ in range(2):
+            works.append(begin_together(next_gather(), plan.group))
+        for i, stage in enumerate(stages):
+            wait(works.popleft())
+            if i >= 2:
+                store_next_sums()
+            if ctx.keep:
+                k, v = kv[2 * i : 2 * i + 2]
+            else:
+                gather = gathers.popleft()
+                gather.copy_own()
+                k, v = gather.buffers()
+            dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
+            options["dlse"] = None if dlse is None else stage.of_q(dlse)
+            dq_part, dk_part, dv_part = attention_backward(
+                dout_part, q_part, k, v, out_part, lse_part, stage.mask_of(plan), **options
+            )
+            reduce = Reduce((dk_part, dv_part), plan)
+            reduces.append((stage, reduce))
+            works.append(begin_together(reduce.transfers + next_gather(), plan.group))
+            reduce.add_own()  # while the transfer begins
+            stage.of_q(dq).copy_(dq_part)
+        while works:
+            wait(works.popleft())
             store_next_sums()
-        if ctx.keep:
-            k, v = kv[2 * i : 2 * i + 2]
-        else:
-            gather = gathers.popleft()
-            gather.copy_own()
-            k, v = gather.buffers()
-        dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
-        options["dlse"] = None if dlse is None else stage.of_q(dlse)
-        dq_part, dk_part, dv_part = attention_backward(
-            dout_part, q_part, k, v, out_part, lse_part, stage.mask_of(plan), **options
-        )
-        reduce = Reduce((dk_part, dv_part), plan)
-        reduces.append((stage, reduce))
-        works.append(begin_together(reduce.transfers + next_gather(), plan.group))
-        reduce.add_own()  # while the transfer begins
-        stage.of_q(dq).copy_(dq_part)
-    for work in works:
-        wait(work)
-        store_next_sums()
     return dq, dk, dv
 
 

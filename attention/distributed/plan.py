@@ -151,10 +151,11 @@ class ContextParallelPlan:
         return vars(self)
 
     def __repr__(self) -> str:
+        stages = f", at most {self.stages} stages" if self.stages > 1 else ""
         blocks = f"{self.moved_tiles()} of {len(self.buffer)} tiles of K and V from others"
         return (
             f"ContextParallelPlan(rank {self.rank} of {self.size}, {self.length} tokens in tiles of {self.tile}, "
-            f"{self.deal}, {self.local_length} here, {blocks}, at most {self.stages} stages)"
+            f"{self.deal}, {self.local_length} here, {blocks}{stages})"
         )
 
 
@@ -202,15 +203,16 @@ def plan_context_parallel(
             that are chosen anew for each step, on a GPU, are planned without waiting for it, also in a CUDA graph.
             plan.capacity of a plan without one is the least that its mask needs with its deal. All tiles of a process,
             plan.tiles.shape[1], are always enough; larger values mean as many. Equal on all processes.
-        stages: most stages of a call. K and V of some heads move in one stage, while a kernel computes those of the
-            stage before. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, else 4; on
-            a CPU 1. The number of a call is the largest divisor of its KV heads up to `stages` with which the process
-            that receives most gets 16 MiB in each. It is 1 for calls with a score_mod or a mask_mod that reads the
-            head, and from the first call on that torch.compile traces. Equal on all processes.
+        stages: maximum number of stages of a call: K and V of some heads move in one, while a kernel computes those of
+            the stage before. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, else 4;
+            on a CPU 1. A call's number of stages is the largest divisor of its KV heads up to `stages` with which the
+            process that receives most gets at least 16 MiB in each. It is 1 with a score_mod, or a mask_mod that reads
+            the head, in calls that torch.compile traces, and if it has traced one with this mesh before the first call
+            with the plan. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
-            compares only capacities, deals and which tiles move, without waiting. Equal on all processes.
+            compares only capacities, deals, stages and which tiles move, without waiting. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
 
     Synchronizes, to read cu_seqlens, which tiles move and which deal is best, and the hashes. With a mask and a
@@ -222,8 +224,8 @@ def plan_context_parallel(
             on a device of the mesh; capacity with deal="auto"; on a CPU, capacity is less than the mask needs.
         RuntimeError: with `check` and without capacity, the processes' masks differ, or another process raised an error
             of its arguments. With a capacity, on a GPU, it is raised by the next synchronization, since assertions find
-            it there, as an index out of bounds: the mask needs more tiles, or with `check` capacities, deals or the
-            tiles that move differ, or another process raised an error.
+            it there, as an index out of bounds: the mask needs more tiles, or with `check` capacities, deals, stages
+            or the tiles that move differ, or another process raised an error.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,))

@@ -185,7 +185,7 @@ def checkpointing_and_compile(device):
 @contextlib.contextmanager
 def small_stages():
     """Stages of any size, although this process has traced calls."""
-    with mock.patch.object(passes, "STAGE_BYTES", 1), mock.patch.object(passes, "_traced", False):
+    with mock.patch.object(passes, "STAGE_BYTES", 1), mock.patch.object(passes, "_TRACED", set()):
         yield
 
 
@@ -260,9 +260,18 @@ def in_stages(device):
         def compiled(*args, **options):
             return context_parallel_attention(*args, **options)
 
+        results = [step(plan)]
+        for name in ("attention_backward", "block_sparse_attention"):
+            with mock.patch.object(passes, name, side_effect=MemoryError), pytest.raises(MemoryError):
+                step(plan)
+            results.append(step(plan))  # nothing is left of the transfers of the one that failed
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
         begun.reset_mock()
-        results = [step(plan, score_mod=lambda score, b, h, q, kv: score), step(plan, compiled), step(plan)]
+        results += [step(plan, score_mod=lambda score, b, h, q, kv: score), step(plan, compiled)]
+        results.append(step(plan_context_parallel(staged[0], mesh, stages=4)))
         assert not begun.called  # also of the eager call: torch.compile may leave calls to it that it has compiled
+        results.append(step(plan))
+        assert begun.called  # a plan that was in use: checkpointed calls are computed again
         for other in results[1:]:
             torch.testing.assert_close(results[0], other, rtol=1e-2, atol=1e-2)
 
