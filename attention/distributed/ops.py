@@ -151,8 +151,7 @@ def context_parallel_attention(
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
     call = Call(q, k, v, softcap, scale, return_lse, deterministic, score_mod, keep_kv, reduce_dtype)
     if is_compiling():
-        if not torch.compiler.is_exporting():  # one rank may export alone; the program stays as it is
-            note_trace(plan.group.group_name)
+        note_trace(plan.group.group_name)
     elif awaits_comparison(plan):
         with without_modes():  # a recomputation of this call, which is not compared, runs the same operations
             compare_call(OP, plan, lambda: _described(call, plan))

@@ -71,7 +71,8 @@ def note_trace(group_name: str) -> bool:
     each other if torch.compile gave up on one of them, as it does where a function is compiled too often. A plan that
     was in use keeps its stages, since a checkpointed call is computed again.
     """
-    _TRACED.add(group_name)
+    if not torch.compiler.is_exporting():  # one rank may export alone; asked here, since Dynamo takes it for True
+        _TRACED.add(group_name)
     return True
 
 
