@@ -30,6 +30,7 @@ from .ranks import Ranks
 # Modules with a list CHECKS of functions check(device). A part that adds checks adds its module here.
 MODULES = [
     "tests.attention.distributed_checks",
+    "tests.attention.stage_checks",
     "tests.sparse_collective.checkpoint_checks",
     "tests.sparse_collective.distributed_checks",
     "tests.sparse_collective.expert_checks",

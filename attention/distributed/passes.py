@@ -231,9 +231,9 @@ def _gradients_in_stages(ctx, dout, q, kv, out, lse, dlse, options: dict[str, An
                 gather.copy_own()
                 k, v = gather.buffers()
             dout_part, q_part, out_part, lse_part = (stage.of_q(t) for t in (dout, q, out, lse))
-            options["dlse"] = None if dlse is None else stage.of_q(dlse)
+            dlse_part = None if dlse is None else stage.of_q(dlse)
             dq_part, dk_part, dv_part = attention_backward(
-                dout_part, q_part, k, v, out_part, lse_part, stage.mask_of(plan), **options
+                dout_part, q_part, k, v, out_part, lse_part, stage.mask_of(plan), dlse=dlse_part, **options
             )
             reduce = Reduce((dk_part, dv_part), plan)
             reduces.append((stage, reduce))

@@ -305,7 +305,7 @@ def _planned(
         chosen = dealing.best([dealing.cost(*pair, blocks) for pair in zip(deals.loads, deals.counts, strict=True)])
     tiles, rows = deals.tiles[chosen], deals.counts[chosen]
     received = [[n for other, n in enumerate(row) if other != one] for one, row in enumerate(rows)]
-    most, most_moved = max(map(max, received), default=0) if size > 1 else 0, max(map(sum, received))
+    most, most_moved = max((n for row in received for n in row), default=0), max(map(sum, received))
     ragged = tiles.numel() * tile != length
     result = []
     for rank in ranks:

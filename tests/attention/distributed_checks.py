@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import io
-import itertools
 import os
 from unittest import mock
 
@@ -17,12 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-from attention import attention, block_sparse_attention, create_block_mask, patterns, score_mods
-from attention.distributed import ContextParallel, context_parallel_attention, passes, plan_context_parallel
-
-from ..recomputed import recomputed
+from attention import attention, block_sparse_attention, patterns, score_mods
+from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
 CU = (0, 70, 300, 301, 640, 880)
@@ -180,100 +176,6 @@ def checkpointing_and_compile(device):
         wanted = attend(plan, *tensors, dout, deterministic=True, **options)
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a, b)
-
-
-@contextlib.contextmanager
-def small_stages():
-    """Stages of any size, although this process has traced calls."""
-    with mock.patch.object(passes, "STAGE_BYTES", 1), mock.patch.object(passes, "_TRACED", set()):
-        yield
-
-
-def selective_checkpointing(device):
-    """Nothing is saved of the comparison of the first call, nor of what it makes for stages."""
-    *tensors, dout = qkv(device)
-    made = functools.partial(plan_context_parallel, mesh=mesh_of(device), length=LENGTH, causal=True)
-
-    def block(q, k, v, plan):
-        turned = torch.cat((-q[..., 32:], q[..., :32]), -1)
-        out = context_parallel_attention(turned, k, v, plan, deterministic=True)
-        return torch.cat((out[..., 32:], out[..., :32]), -1).square()
-
-    results = []
-    again = functools.partial(recomputed, block)
-    for call, stages in itertools.product((block, again, functools.partial(again, attention=True)), (1, 2)):
-        plan = made(stages=stages)
-        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
-        with small_stages():
-            out = call(*leaves, plan)
-            results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 2))))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def later_heads_see_less(b, h, q, kv):
-    return (q >= kv) & (q - kv <= 400 - 40 * h)
-
-
-def in_stages(device):
-    """Stages of heads have the results of one stage, bit for bit; what reads the head has one stage."""
-    *tensors, dout = (torch.cat([t, t.flip(2)], 1) for t in qkv(device))  # 8 heads of q, 4 of k and v
-    mesh, lengths = mesh_of(device), (LENGTH, LENGTH)
-    listed = torch.rand(8, 8, 8, device="cpu", generator=torch.Generator().manual_seed(1)) < 0.4
-    shape = 1, 1, *lengths
-    at_all_heads = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 300), *shape, device=device)
-    staged = [patterns.causal(lengths, device=device), at_all_heads]
-    staged += [patterns.packed_documents(documents(device), lengths=lengths, causal=True)]
-    staged += [patterns.BlockMask.from_blocks(listed.to(device), lengths=lengths, causal=True)]
-    of_heads = create_block_mask(later_heads_see_less, 1, 8, *lengths, device=device)
-
-    def step(plan, call=context_parallel_attention, **options):
-        leaves = [plan.shard(t, 2).requires_grad_() for t in tensors]
-        out, lse = call(*leaves, plan, return_lse=True, deterministic=True, **options)
-        gradients = torch.autograd.grad((out, lse), leaves, (plan.shard(dout, 2), torch.ones_like(lse)))
-        return out.detach(), lse.detach(), *gradients
-
-    begun = mock.Mock(side_effect=passes.begin_together)
-    with small_stages(), mock.patch.object(passes, "begin_together", begun):
-        for mask, most in [(mask, (1, 2, 3, 4)) for mask in staged] + [(of_heads, (1, 4))]:
-            results = []
-            for stages in most:
-                plan = plan_context_parallel(mask, mesh, stages=stages, deal="head_tail")
-                count = {1: 0, 2: 2, 3: 2, 4: 4}[stages] if mask is not of_heads else 0
-                for options in ({}, {"keep_kv": True}):
-                    begun.reset_mock()
-                    results.append(step(plan, **options))
-                    assert begun.call_count == (2 * count + 2 if count else 0)
-            for other in results[1:]:
-                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-        operations = []
-        for stages in (1, 4):
-            plan = plan_context_parallel(staged[0], mesh, stages=stages)
-            with FlopCounterMode(display=False) as counter:
-                step(plan)
-            operations.append(
-                {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" in str(op)}
-            )
-        assert operations[0] == operations[1] and len(operations[0]) == 2
-
-        @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-        def compiled(*args, **options):
-            return context_parallel_attention(*args, **options)
-
-        results = [step(plan)]
-        for name in ("attention_backward", "block_sparse_attention"):
-            with mock.patch.object(passes, name, side_effect=MemoryError), pytest.raises(MemoryError):
-                step(plan)
-            results.append(step(plan))  # nothing is left of the transfers of the one that failed
-        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
-        begun.reset_mock()
-        results += [step(plan, score_mod=lambda score, b, h, q, kv: score), step(plan, compiled)]
-        results.append(step(plan_context_parallel(staged[0], mesh, stages=4)))
-        assert not begun.called  # also of the eager call: torch.compile may leave calls to it that it has compiled
-        results.append(step(plan))
-        assert begun.called  # a plan that was in use: checkpointed calls are computed again
-        for other in results[1:]:
-            torch.testing.assert_close(results[0], other, rtol=1e-2, atol=1e-2)
 
 
 class Inner(torch.nn.Module):
@@ -612,8 +514,6 @@ CHECKS = [
     one_process_and_many,
     score_functions,
     checkpointing_and_compile,
-    selective_checkpointing,
-    in_stages,
     with_a_capacity,
     parallel_style,
     beside_data_parallel,

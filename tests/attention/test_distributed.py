@@ -17,7 +17,7 @@ from attention.distributed.ops import ScoreAtPositions
 from attention.distributed.plan import plans
 
 from ..ranks import Ranks
-from . import distributed_checks
+from . import distributed_checks, stage_checks
 
 LENGTH = 1000  # of 8 tiles, the last one ragged
 
@@ -306,6 +306,11 @@ RESULTS, *OTHERS = (check.__name__ for check in distributed_checks.CHECKS)
 @pytest.mark.parametrize("check", [pytest.param(RESULTS, marks=pytest.mark.core), *OTHERS])
 def test_against_one_process(ranks, check):
     ranks.run(f"{distributed_checks.__name__}:{check}")
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in stage_checks.CHECKS])
+def test_stages(ranks, check):
+    ranks.run(f"{stage_checks.__name__}:{check}")
 
 
 @pytest.mark.parametrize("check", ["error_in_one_rank", "death_of_one_rank"])
