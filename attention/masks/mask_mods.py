@@ -168,7 +168,7 @@ class InBlocks:
     block_k: int
 
     def __call__(self, b, h, q, kv):
-        item, head = b if self.items else b * 0, h if self.heads else h * 0
+        item, head = b if self.items else 0, h if self.heads else 0
         listed = self.listed[item, head, q // self.block_q, kv // self.block_k]
         return listed if self.mask_mod is None else listed & self.mask_mod(b, h, q, kv)
 

@@ -50,10 +50,13 @@ def results_of_one_stage(device):
     """Outputs and gradients are those of one stage, bit for bit."""
     mesh, lengths = mesh_of(device), (LENGTH, LENGTH)
     listed = torch.rand(8, 8, 8, device="cpu", generator=torch.Generator().manual_seed(1)) < 0.4
+    near = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 300), 1, 1, *lengths, device=device)
+    packed = patterns.packed_documents(documents(device), lengths=lengths, causal=True)
     for mask in (
         patterns.causal(lengths, device=device),
-        create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 300), 1, 1, *lengths, device=device),
-        patterns.packed_documents(documents(device), lengths=lengths, causal=True),
+        near,
+        packed,
+        near | packed,
         patterns.BlockMask.from_blocks(listed.to(device), lengths=lengths, causal=True),
     ):
         results = []
