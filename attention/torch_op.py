@@ -80,7 +80,7 @@ class Op:
         if terms["window_size"] is not None:
             terms["window_size"] = tuple(terms["window_size"])
         if mask:
-            terms["block_mask"] = _block_mask(*mask)
+            terms["block_mask"] = block_mask_of(*mask)
         if score:
             text, numbers, tensors = score
             terms["score_mod"] = read_score(text, numbers, tensors, q.device)[0]
@@ -278,7 +278,7 @@ def _differentiable(args: AttentionArgs, captured) -> bool:
 
 
 def crossing(block_mask) -> tuple:
-    """A mask as arguments of a registered op, which `_block_mask` reads; torch.compile traces it.
+    """A mask as arguments of a registered op, which `block_mask_of` reads; torch.compile traces it.
 
     (form, tensors, lengths, block size, and the mask_mod's text, numbers and tensors). The tensors are the four "lists"
     of a BlockMask; the one list of a BlockMask of equal rows, "full rows" or "partial rows"; the two or four of
@@ -332,7 +332,7 @@ def _fake(op: str, q, k, v, return_lse: bool, packed: bool = False) -> tuple[Ten
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=default_out_dtype(q.dtype)), lse
 
 
-def _block_mask(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors):
+def block_mask_of(form: str, lists, lengths, blocksize, mask_mod, numbers, tensors):
     """Rebuild the mask that `crossing` was given, as block_sparse_attention takes it; a BlockMask is made once of the
     same tensors.
 

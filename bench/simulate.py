@@ -6,7 +6,7 @@ time of the shards' kernels over those of the whole (rows with one rank; 1 witho
 V and of returning their gradients. Across hosts, which were not measured, each GPU has HOST_GBS.
 
 On one host nothing overlaps, as in attention.distributed. Between hosts a call has stages of heads, and what moves
-beside a kernel costs time only if it takes longer than the kernel (attention/distributed/passes.py). Masks are those of
+beside a kernel costs time only if it takes longer than the kernel (attention/distributed/stages.py). Masks are those of
 cases_distributed_attention, of TOKENS tokens for each rank, and at least of the length that was measured. Each of their
 query tiles needs one range of tiles of K and V and some first tiles, so that tiles of 128 tokens are counted exactly
 for any number of ranks, without a table of blocks.
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.distributed import deal as dealing
-from attention.distributed.passes import count_of
 from attention.distributed.plan import STAGES
+from attention.distributed.stages import count_of
 
 from .table import grid, make_console
 
@@ -164,7 +164,7 @@ def forward_ms(kernel: Tensor, gather: Tensor, stages: int) -> Tensor:
 
 
 def backward_ms(kernel: Tensor, gather: Tensor, reduce: Tensor, stages: int) -> Tensor:
-    """Time of a backward pass of each rank, from which gradients return as well, by the timeline of passes.py."""
+    """Time of a backward pass of each rank, from which gradients return as well, by the timeline of stages.py."""
     if stages == 1:
         return gather + kernel + reduce
     beside = [gather, *[gather + reduce] * (stages - 2), reduce]

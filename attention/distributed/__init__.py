@@ -5,8 +5,9 @@
     out = context_parallel_attention(q, k, v, plan)
 
 deal.py decides which process has which tokens, plan.py which keys and values move where, check.py compares the
-processes' masks and calls, exchange.py moves keys and values, passes.py has the forward and backward passes, and ops.py
-the op. styles.py has the parallel style for parallelize_module.
+processes' masks and calls, exchange.py moves keys and values, passes.py has the forward and backward passes, stages.py
+those in stages of some heads (stages_op.py for torch.compile), and ops.py the op. styles.py has the parallel style for
+parallelize_module.
 """
 
 from .ops import context_parallel_attention

@@ -17,6 +17,22 @@ from torch.compiler import is_compiling
 from .plan import ContextParallelPlan
 
 
+class Route(NamedTuple):
+    """Attributes of a plan that transfers read; a ContextParallelPlan takes the place of one."""
+
+    own: Tensor
+    sends: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    tile: int
+    local_length: int
+    group: Any
+
+    @classmethod
+    def of(cls, plan: ContextParallelPlan) -> "Route":
+        return cls(*(getattr(plan, name) for name in cls._fields))
+
+
 class Transfer(NamedTuple):
     """An exchange with all processes: `out` receives `received` entries of each, in their order, and each gets its
     `sent` entries of x."""
@@ -30,10 +46,10 @@ class Transfer(NamedTuple):
 class Gather:
     """The buffers (B, Hkv, tiles of the buffer * tile, D) of shards of K and V (B, Hkv, local length, D)."""
 
-    def __init__(self, shards: Sequence[Tensor], plan: ContextParallelPlan) -> None:
+    def __init__(self, shards: Sequence[Tensor], plan: ContextParallelPlan | Route) -> None:
         own = len(plan.own)
         self._plan, self._tiles = plan, [_tiles(x, plan) for x in shards]
-        self._buffers = [tiles.new_empty((len(plan.buffer), *tiles.shape[1:])) for tiles in self._tiles]
+        self._buffers = [tiles.new_empty((tiles_of_buffer(plan), *tiles.shape[1:])) for tiles in self._tiles]
         counts = plan.receive_counts, plan.send_counts
         self.transfers = [
             Transfer(buffer[own:], tiles.index_select(0, plan.sends), *counts)
@@ -59,7 +75,7 @@ class Reduce:
     same in each run.
     """
 
-    def __init__(self, gradients: Sequence[Tensor], plan: ContextParallelPlan) -> None:
+    def __init__(self, gradients: Sequence[Tensor], plan: ContextParallelPlan | Route) -> None:
         self._plan, self._tiles = plan, [_tiles(gradient, plan) for gradient in gradients]
         counts = plan.send_counts, plan.receive_counts
         self.transfers = [
@@ -70,7 +86,7 @@ class Reduce:
 
     def add_own(self) -> None:
         """Begin with this process's summands."""
-        own, count = len(self._plan.own), self._plan.tiles.shape[1]
+        own, count = len(self._plan.own), self._plan.local_length // self._plan.tile
         for tiles in self._tiles:
             total = tiles[:own].to(torch.promote_types(tiles.dtype, torch.float32))
             if own < count:
@@ -147,7 +163,11 @@ def waited_for(queue: deque[list[Any]]) -> Iterator[None]:
         raise
 
 
-def _tiles(x: Tensor, plan: ContextParallelPlan) -> Tensor:
+def tiles_of_buffer(plan: ContextParallelPlan | Route) -> int:
+    return len(plan.own) + sum(plan.receive_counts)
+
+
+def _tiles(x: Tensor, plan: ContextParallelPlan | Route) -> Tensor:
     """(tiles, tile, B, Hkv, D) of (B, Hkv, tokens, D), contiguous."""
     return x.permute(2, 0, 1, 3).contiguous().unflatten(0, (-1, plan.tile))
 

@@ -17,7 +17,7 @@ from ..masks.score_mod import WHAT, bound
 from ..masks.score_mods import Bias
 from ..operands import autocast
 from .check import awaits_comparison, compare_call, facts
-from .passes import ContextParallelPasses, note_trace
+from .passes import ContextParallelPasses
 from .plan import ContextParallelPlan
 
 OP = "context_parallel_attention"
@@ -150,9 +150,7 @@ def context_parallel_attention(
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"{OP}: plan must be what plan_context_parallel returns, got {type(plan).__name__}")
     call = Call(q, k, v, softcap, scale, return_lse, deterministic, score_mod, keep_kv, reduce_dtype)
-    if is_compiling():
-        note_trace(plan.group.group_name)
-    elif awaits_comparison(plan):
+    if not is_compiling() and awaits_comparison(plan):
         with without_modes():  # a recomputation of this call, which is not compared, runs the same operations
             compare_call(OP, plan, lambda: _described(call, plan))
     call = _prepared(call, plan)

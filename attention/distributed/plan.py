@@ -27,7 +27,9 @@ from cute_kernels.runtime.peers import peers_of
 
 from ..masks import cache, patterns
 from ..masks.block_mask import BlockMask
+from ..masks.element_mask import H_INPUT, trace_mask
 from ..masks.mask_mods import AtPositions, Band
+from ..masks.score_mod import inputs_of
 from ..masks.sharded import dispatch as kernels
 from . import deal as dealing
 from . import moves
@@ -207,8 +209,7 @@ def plan_context_parallel(
             the stage before. None: 1 if the processes' GPUs read each other's memory, as by NVLink on one host, else 4;
             on a CPU 1. A call's number of stages is the largest divisor of its KV heads up to `stages` with which the
             process that receives most gets at least 16 MiB in each. It is 1 with a score_mod, or a mask_mod that reads
-            the head, in calls that torch.compile traces, and if it has traced one with this mesh before the first call
-            with the plan. Equal on all processes.
+            the head. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
             masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
@@ -264,6 +265,8 @@ def plan_context_parallel(
         # Also if stages are given: the first transfers of a group must be those of all its processes.
         reached = peers_of(group, mask.device) is not None
         stages = stages or (1 if reached else STAGES)
+    if stages not in (None, 1) and _reads_heads(mask):
+        stages = 1
     plan = _planned(mask, size, deal, (rank,), group, capacity, stages or 1)[0]
     if check and size > 1:
         if capacity is None:
@@ -345,6 +348,17 @@ def _check_deal(mask: BlockMask, size: int, deal: str | ContextParallelPlan, cap
     if deal == "auto":
         known = ", ".join(map(repr, dealing.DEALS))
         raise ValueError(f"{OP}: with capacity, deal must be a plan or one of {known}; 'auto' reads which one is best")
+
+
+def _reads_heads(mask: BlockMask) -> bool:
+    """True if mask_mod may depend on the head."""
+    if mask.mask_mod is None:
+        return False
+    try:
+        program = trace_mask(mask.mask_mod, mask.device).program
+    except Exception:  # the reference on a CPU calls functions that kernels refuse
+        return True
+    return H_INPUT in inputs_of(program, program.output)
 
 
 def _check_stages(stages: int | None) -> None:

@@ -15,6 +15,12 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def process_group_of(name: str) -> Any:
+    """The process group whose `group_name` this is."""
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
 def root_mesh(mesh: Any) -> Any:
     """The DeviceMesh that a mesh was sliced from, or the mesh itself."""
     return mesh._get_root_mesh()
