@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -32,13 +33,23 @@ from sparse_collective.distributed import (
     partition_hidden,
     register_optimizer_hooks,
 )
-from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, Float8Config, SwiGLU, quantize_
+from sparse_collective.nn import (
+    BsrExperts,
+    BsrGroupedLinear,
+    BsrLinear,
+    BsrMixtureOfExperts,
+    Float8Config,
+    SwiGLU,
+    quantize_,
+)
 
 from .distributed_checks import dtype_of, mesh_of, near, normal, raises, whole
 from .fsdp_checks import same_folder
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # of optimizers with other parameter groups
+PLACES = ("one process", "tensor parallel", "fully_shard", "both", "one process")
 
 
 def linears(device, density, seed=1):
@@ -139,6 +150,69 @@ def checkpoint_of_another_world(device, folder, number):
         assert sum(p.numel() for p in alone.parameters())
         state = dict(zip(("model", "optimizer"), get_state_dict(*pairs[0]), strict=True))
         dcp.save(state, checkpoint_id=f"{folder}/{name} {number}")
+
+
+def with_plain_parameters(device, density, seed=4):
+    """A model whose norm and router stay plain tensors beside the DTensors of parallelize_module."""
+    torch.manual_seed(seed)
+    more = {"device": device, "dtype": dtype_of(device)}
+    return nn.Sequential(
+        nn.LayerNorm(128, **more),
+        SwiGLU(128, 512, True, (64, 32), density=density, **more),
+        BsrMixtureOfExperts(128, 64, 8, 2, True, (32, 32), density=density, **more),
+    )
+
+
+def placed(model, place, device):
+    """The model, changed, and its AdamW with a parameter group of each kind of tensor."""
+    world = dist.get_world_size()
+    mesh = mesh_of(device, world // 2, 2, names=("dp", "tp")) if place == "both" else mesh_of(device)
+    if place in ("tensor parallel", "both"):
+        own = mesh["tp"] if place == "both" else mesh
+        partition = partition_hidden(model[1].gate_up, model[1].down, own.size())
+        plan = {"gate_up": BsrColwiseParallel(partition=partition), "down": BsrRowwiseParallel(partition=partition)}
+        parallelize_module(model[1], own, plan)
+        parallelize_module(model[2], own, BsrExpertParallel())
+    if place in ("fully_shard", "both"):
+        for module in (model[1], model[2], model):
+            fully_shard(module, mesh=mesh["dp"] if place == "both" else mesh)
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    assert all(kinds) is (place == "tensor parallel")
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=1e-2)
+    register_optimizer_hooks(model, optimizer)
+    return model, optimizer
+
+
+def saved(model, optimizer, path):
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=FLAT), strict=True))
+    dcp.save(state, checkpoint_id=path)
+    return path
+
+
+def loaded(model, optimizer, path):
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=FLAT), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **states, options=FLAT)
+
+
+def states_of_other_groups(device):
+    """A parameter group of each kind of tensor, or one group: from one process to ranks and back, with steps."""
+    folder, alone = same_folder(), with_plain_parameters(device, 0.4)
+    alone, alone_optimizer = placed(alone, "one process", device)
+    path, initial = "", copy.deepcopy(alone)
+    for number, place in enumerate(PLACES):
+        model, optimizer = placed(copy.deepcopy(initial), place, device)
+        if path:
+            loaded(zeroed(model), optimizer, path)
+            agrees(model, optimizer, alone, alone_optimizer)
+            assert all(group["lr"] == 1e-2 / number for group in optimizer.param_groups)
+        for pair in ((model, optimizer), (alone, alone_optimizer)):
+            step(*pair)
+            for group in pair[1].param_groups:
+                group["lr"] = 1e-2 / (number + 1)
+        agrees(model, optimizer, alone, alone_optimizer)
+        path = saved(model, optimizer, f"{folder}/{number}")
 
 
 def full_states(device):
@@ -269,6 +343,7 @@ def refused_states(device):
 CHECKS = [
     full_states,
     states_with_fully_shard,
+    states_of_other_groups,
     states_of_offloaded_parameters,
     states_of_some_ranks,
     states_of_fp8_layers,
