@@ -1,8 +1,11 @@
-"""Full state dicts to and from rank 0, and optimizer states that do not depend on the number of ranks."""
+"""Full state dicts to and from rank 0, patterns of a checkpoint, and optimizer states of any number of ranks."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +15,12 @@ from torch import Tensor, nn
 
 from cute_kernels.runtime.torch_compat import is_dtensor, root_mesh
 
+from ..nn.module import BsrModule
+from ..nn.parametrized import name_of_values
 from ..nn.shards import reasons
 from .state import PlacedState
 
-__all__ = ["full_state_dict", "load_full_state_dict", "register_optimizer_hooks"]
+__all__ = ["full_state_dict", "load_full_state_dict", "load_patterns", "register_optimizer_hooks"]
 
 HOOKED: weakref.WeakSet = weakref.WeakSet()  # optimizers with hooks: two conversions would permute entries twice
 
@@ -141,6 +146,81 @@ def misfits(own: dict[str, Any], state: dict[str, Any]) -> str:
         if mine.shape != value.shape:
             return f"{key} has shape {tuple(value.shape)}, the model's {tuple(mine.shape)}"
     return ""
+
+
+def load_patterns(
+    model: nn.Module, checkpoint_id: str | os.PathLike[str], *, prefix: str = "", storage_reader: Any = None
+) -> None:
+    """Give the block-sparse layers of a model the patterns of a checkpoint, which may have other numbers of blocks.
+
+    dcp.load (torch.distributed.checkpoint) reads into tensors of the checkpoint's sizes alone, and pruning changes
+    those of `values` and `col_indices`. Call load_patterns on each rank when the model is made, before
+    parallelize_module, fully_shard, DistributedDataParallel and the optimizer; then load the checkpoint. It needs no
+    process group.
+
+    Args:
+        model: its BsrLinear, GatedBsrLinear and BsrGroupedLinear layers, also inside of others, are changed in place:
+            `values` become zeros (nnz, bm, bk) of the checkpoint's nnz, in the same Parameter.
+        checkpoint_id: folder of a checkpoint of dcp.save, from any number of ranks.
+        prefix: "model." if the checkpoint was saved as {"model": model.state_dict(), ...}.
+        storage_reader: that of dcp.load; None reads the folder `checkpoint_id`.
+
+    Raises:
+        TypeError: a layer is tensor or expert parallel, or sharded.
+        ValueError: the checkpoint has no pattern for a layer, or one that does not fit its shape.
+
+    Example::
+
+        load_patterns(model, folder, prefix="model.")
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    """
+    import torch.distributed.checkpoint as dcp
+
+    reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    names = {unwrapped(key): key for key in saved}
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, BsrModule)}
+    indices: dict[str, Tensor] = {}
+    keys: dict[str, tuple[str, str]] = {}
+    for path, layer in layers.items():
+        if is_dtensor(layer.values) or isinstance(layer, PlacedState):
+            raise TypeError(
+                f"load_patterns: {path or type(layer).__name__} is split over ranks; call it before "
+                "parallelize_module or fully_shard"
+            )
+        own = [unwrapped(f"{path}.{name}".lstrip(".")) for name in ("crow_indices", "col_indices")]
+        if not all(prefix + name in names for name in own):
+            known = next((name for name in names if f".{name}".endswith(f".{own[0]}")), None)
+            advice = f"it has {known!r}: pass prefix={known[: -len(own[0])]!r}" if known else "pass the model's own"
+            raise ValueError(f"load_patterns: the checkpoint has no {prefix + own[0]!r}; {advice}")
+        keys[path] = names[prefix + own[0]], names[prefix + own[1]]
+        indices |= {
+            key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype, device="cpu") for key in keys[path]
+        }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of no_dist=True
+        dcp.load(indices, storage_reader=reader, no_dist=True)
+    for path, layer in layers.items():
+        pattern = indices[keys[path][0]], indices[keys[path][1]]
+        crow, col = (t.to(layer.crow_indices.device) for t in pattern)
+        shape = *layer.values.shape[:-3], len(col), *layer.blocksize
+        zeros = torch.zeros((), dtype=layer.values.dtype, device=layer.values.device).expand(shape)
+        state = {"crow_indices": crow, "col_indices": col, name_of_values(layer): zeros}
+        try:
+            layer.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise ValueError(f"load_patterns: {path}: {str(error).splitlines()[-1].strip()}") from None
+        if crow.is_meta:  # for reset_parameters
+            layer._kept_pattern = pattern
+
+
+def unwrapped(name: str) -> str:
+    """A name of a state without what torch.compile and checkpoint_wrapper add to it, as get_state_dict returns it."""
+    return re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
 
 
 def register_optimizer_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -154,7 +154,10 @@ class PlacedState(BsrModule):
         for name in ("crow_indices", "col_indices"):
             loaded, own = state.get(prefix + name), getattr(self, f"global_{name}")
             if loaded is not None and not (loaded.shape == own.shape and torch.equal(loaded.to(own), own)):
-                error_msgs.append(f"{where}: the state has another pattern; load it before parallelize_module")
+                error_msgs.append(
+                    f"{where}: the state has another pattern; load it before parallelize_module, or for a "
+                    "distributed checkpoint call sparse_collective.distributed.load_patterns before"
+                )
                 return
             if loaded is not None:
                 state[prefix + name] = getattr(self, name)

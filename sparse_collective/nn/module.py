@@ -395,7 +395,8 @@ class BsrModule(Parametrizable):
             if type(self.values.data) is not Tensor:
                 return (
                     f"{values.shape[-3]} blocks do not fit the {self.nnz} of this layer, whose values are a "
-                    f"{type(self.values.data).__name__}, which cannot be resized; load before it is sharded"
+                    f"{type(self.values.data).__name__}, which cannot be resized; load before it is sharded, "
+                    "or for a distributed checkpoint call sparse_collective.distributed.load_patterns before"
                 )
             self._resize(values.shape[-3])
         return ""

@@ -30,6 +30,7 @@ from sparse_collective.distributed import (
     BsrRowwiseParallel,
     full_state_dict,
     load_full_state_dict,
+    load_patterns,
     partition_hidden,
     register_optimizer_hooks,
 )
@@ -40,6 +41,8 @@ from sparse_collective.nn import (
     BsrMixtureOfExperts,
     Float8Config,
     SwiGLU,
+    change_pattern_,
+    prune_,
     quantize_,
 )
 
@@ -215,6 +218,36 @@ def states_of_other_groups(device):
         path = saved(model, optimizer, f"{folder}/{number}")
 
 
+def states_of_pruned_layers(device):
+    """A checkpoint with fewer and more blocks than new layers have, in other places: from each kind of ranks to all."""
+    folder, x = same_folder(), normal(8, 128, device=device)
+    alone, alone_optimizer = placed(with_plain_parameters(device, 0.6), "one process", device)
+    step(alone, alone_optimizer)
+    prune_(alone[1].down, 0.2, optimizer=alone_optimizer)
+    generator = torch.Generator(device).manual_seed(1)
+    change_pattern_(alone[1].gate_up, 0.3, grow="random", optimizer=alone_optimizer, generator=generator)
+    step(alone, alone_optimizer)
+    path = saved(alone, alone_optimizer, f"{folder}/initial")
+    for place in PLACES[1:]:
+        model = with_plain_parameters(device, 0.5, seed=dist.get_rank())
+        load_patterns(model, path, prefix="model.")
+        model, optimizer = placed(model, place, device)
+        loaded(model, optimizer, path)
+        agrees(model, optimizer, alone, alone_optimizer)
+        near(model(x), alone(x))
+        path = saved(model, optimizer, f"{folder}/{place}")
+
+    with torch.device("meta"):  # sharded without memory
+        model = nn.Sequential(SwiGLU(128, 512, True, (64, 32), density=0.5, dtype=dtype_of(device)))
+    dcp.save(nn.Sequential(alone[1]).state_dict(), checkpoint_id=f"{folder}/SwiGLU")
+    load_patterns(model, f"{folder}/SwiGLU")
+    state = fully_shard(model, mesh=mesh_of(device)).to_empty(device=device).state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/SwiGLU")
+    model.load_state_dict(state)
+    equal(full_state_dict(model[0], rank0_only=False), dict(alone[1].state_dict()))
+    near(model(x), alone[1](x))
+
+
 def full_states(device):
     """Full states on rank 0, loaded from all ranks' and from rank 0's."""
     for alone in models(device).values():
@@ -326,6 +359,9 @@ def refused_states(device):
 
     other, mine = linears(device, 0.5, seed=3), parallelized(linears(device, 0.5), mesh)
     dcp.save(other.state_dict(), checkpoint_id=folder)
+    raises(TypeError, "load_patterns: 0 is split over ranks", load_patterns, mine, folder)
+    sharded = fully_shard(linears(device, 0.5), mesh=mesh)
+    raises(TypeError, "load_patterns: 0 is split over ranks", load_patterns, sharded, folder)
     state = mine.state_dict()
     dcp.load(state, checkpoint_id=folder)
     raises(RuntimeError, "another pattern; load it before parallelize_module", mine.load_state_dict, state)
@@ -344,6 +380,7 @@ CHECKS = [
     full_states,
     states_with_fully_shard,
     states_of_other_groups,
+    states_of_pruned_layers,
     states_of_offloaded_parameters,
     states_of_some_ranks,
     states_of_fp8_layers,
