@@ -1,6 +1,7 @@
 """Comparison of the processes' masks and calls, before they transfer different numbers of bytes or wait for each other.
 
-Masks are compared when they are planned, and the arguments of attention in the first call with a plan. Later calls are
+Masks are compared when they are planned, and the arguments of attention in the first call with a plan: functions by
+what they compute. Later calls are
 not compared, whatever their arguments: a process cannot know that those of another one have changed, and a comparison
 in which only some take part would wait for the others. For the same reason a plan is compared either by all processes
 or, with check=False, by none. Plans with a capacity compare, without waiting, what sizes depend on and which tiles
@@ -9,7 +10,7 @@ which is not compared, and another one runs it, the latter waits until the proce
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakSet
@@ -22,8 +23,11 @@ from cute_kernels.runtime.torch_compat import assert_on_gpu, in_graph_trace
 from sparse_collective.nn.shards import reasons
 
 from ..masks.block_mask import BlockMask
+from ..masks.element_mask import trace_mask
+from ..masks.score_mod import bound
 
 PLAIN = (bool, int, float, str, type(None))
+MOST_BYTES = 2**26  # of a tensor that a function reads, if its contents are compared
 UNCOMPARED: WeakSet[Any] = WeakSet()  # plans whose next eager call is compared
 
 
@@ -43,7 +47,7 @@ def check_equal(
     values: tuple = ()
     if error is None:
         tables = mask.tables()
-        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *choices, *tables, *facts(mask.mask_mod)
+        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *choices, *tables, *facts_of_mask(mask)
     numbers = _exchanged(op, values, error, group, device)
     if different := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
         raise RuntimeError(
@@ -147,14 +151,37 @@ def _hashes(values: Any, error: Exception | None, group, device: torch.device | 
     tensors among the values."""
     import torch.distributed as dist
 
-    digest = hashlib.sha256()
-    for value in values:
-        digest.update(_bytes(value))
-    number = 0 if error else int.from_bytes(digest.digest()[:8], "little") >> 1 | 1
+    number = 0 if error else _hash(values)
     mine = torch.full((1,), number, dtype=torch.int64, device=device)
     numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, mine, group=group)
     return torch.cat(numbers)
+
+
+def facts_of_mask(mask: BlockMask) -> tuple:
+    """What a mask function computes, whatever its name, and the numbers and tensors that it reads."""
+    if mask.mask_mod is None:
+        return ()
+    try:
+        traced = trace_mask(mask.mask_mod, mask.device)
+    except TypeError:  # the reference on a CPU calls functions that kernels refuse
+        return tuple(facts(mask.mask_mod))
+    return traced.program.text, *compared(traced.operands)
+
+
+def name_of_score(score_mod: Callable | None, device: torch.device) -> str:
+    """The name of a score function, and a hash of what it computes and of the numbers and tensors that it reads."""
+    score = bound(score_mod, device)
+    if score is None:
+        return "None"
+    return f"{next(facts(score_mod))} ({_hash((score.mod.program.text, *compared(score.operands))):016x})"
+
+
+def compared(operands: Sequence[Any]) -> Iterator[Any]:
+    """Numbers and tensors that a function reads; of large tensors the dtype and the shape."""
+    for value in operands:
+        large = isinstance(value, Tensor) and value.numel() * value.element_size() > MOST_BYTES
+        yield (value.dtype, value.shape) if large else value
 
 
 def facts(mask_mod: Any) -> Iterator[Any]:
@@ -170,7 +197,13 @@ def facts(mask_mod: Any) -> Iterator[Any]:
             yield from facts(value)
 
 
-def _bytes(fact: Any) -> bytes:
-    if not isinstance(fact, Tensor):
-        return repr(fact).encode()
-    return repr((fact.dtype, fact.shape)).encode() + fact.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+def _hash(values: Any) -> int:
+    """A positive number of 63 bits."""
+    digest = hashlib.sha256()
+    for value in values:
+        if not isinstance(value, Tensor):
+            digest.update(repr(value).encode())
+            continue
+        digest.update(repr((value.dtype, value.shape)).encode())
+        digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "little") >> 1 | 1

@@ -16,7 +16,7 @@ from ..masks.mask_mods import position_in
 from ..masks.score_mod import WHAT, bound
 from ..masks.score_mods import Bias
 from ..operands import autocast
-from .check import awaits_comparison, compare_call, facts
+from .check import awaits_comparison, compare_call, name_of_score
 from .passes import ContextParallelPasses
 from .plan import ContextParallelPlan
 
@@ -233,4 +233,4 @@ def _described(call: Call, plan: ContextParallelPlan) -> dict:
     stated: dict = {name: f"{tuple(t.shape)} {t.dtype} ({t.device.type})" for name, t in tensors.items()}
     stated["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     stated |= {name: getattr(call, name) for name in ("reduce_dtype", "keep_kv", "scale", "softcap")}
-    return stated | {"score_mod": next(facts(call.score_mod))}
+    return stated | {"score_mod": name_of_score(call.score_mod, call.q.device)}

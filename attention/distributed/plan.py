@@ -210,8 +210,8 @@ def plan_context_parallel(
             on a CPU 1. A call's number of stages is the largest divisor of its KV heads up to `stages` with which the
             process that receives most gets at least 16 MiB in each. It is 1 with a score_mod, or a mask_mod that reads
             the head. Equal on all processes.
-        check: True compares the processes' masks by a hash of their block lists and of the numbers and tensors of
-            masks from attention.patterns. It copies them to the host. Other mask functions are compared by name only.
+        check: True compares the processes' masks by a hash of their block lists, of what mask functions compute and of
+            the numbers and tensors that they read (of tensors larger than 64 MiB: shapes). It copies them to the host.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
             compares only capacities, deals, stages and which tiles move, without waiting. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.
@@ -356,7 +356,7 @@ def _reads_heads(mask: BlockMask) -> bool:
         return False
     try:
         program = trace_mask(mask.mask_mod, mask.device).program
-    except Exception:  # the reference on a CPU calls functions that kernels refuse
+    except TypeError:  # the reference on a CPU calls functions that kernels refuse
         return True
     return H_INPUT in inputs_of(program, program.output)
 

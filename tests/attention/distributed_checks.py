@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, block_sparse_attention, patterns, score_mods
+from attention import attention, block_sparse_attention, create_block_mask, patterns, score_mods
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
@@ -368,6 +368,19 @@ def different_masks_are_refused(device):
     for other in ({"window_size": (last, 0)}, {"cu_seqlens": cu}, {"stages": last}):
         with pytest.raises(RuntimeError, match="differ from those of process 0"):
             plan_context_parallel(mesh=mesh_of(device), length=LENGTH, **other)
+    document = torch.arange(LENGTH, device=device) // (LENGTH - 640 + last)
+
+    def near(b, h, q, kv, most):
+        return (q >= kv) & (q - kv < most)
+
+    for mask_mod in (
+        lambda b, h, q, kv: (q >= kv) & (q - kv < last),
+        lambda b, h, q, kv: document[q] == document[kv],
+        functools.partial(near, most=last),
+    ):
+        mask = create_block_mask(mask_mod, 1, 1, LENGTH, LENGTH, device=device)
+        with pytest.raises(RuntimeError, match="differ from those of process 0"):
+            plan_context_parallel(mask, mesh_of(device))
 
 
 def error_of_one_process(device):
@@ -383,7 +396,8 @@ def different_calls_are_refused(device):
     plan = plan_context_parallel(mesh=mesh_of(device), length=LENGTH, causal=True)
     q, k, v = (plan.shard(t, 2).bfloat16() for t in tensors)
     last = dist.get_rank() == dist.get_world_size() - 1
-    leaf = q.clone().requires_grad_()
+    leaf, shift = q.clone().requires_grad_(), int(last)
+    slopes = torch.full((4,), 0.5 + shift, device=device)
     for name, (right, wrong), options in (
         ("q is ", ((q, k, v), (q[:1], k[:1], v[:1])), {}),
         ("k is ", ((q, k, v), (q, k[:, :1], v[:, :1])), {}),
@@ -393,6 +407,8 @@ def different_calls_are_refused(device):
         ("keep_kv is ", ((q, k, v), (q, k, v)), {"keep_kv": last}),
         ("reduce_dtype is ", ((q, k, v), (q, k, v)), {"reduce_dtype": torch.bfloat16 if last else torch.float32}),
         ("scale is ", ((q, k, v), (q, k, v)), {"scale": 0.5 if last else None}),
+        ("score_mod is Alibi ", ((q, k, v), (q, k, v)), {"score_mod": score_mods.Alibi(slopes)}),
+        ("score_mod is .*<lambda> ", ((q, k, v), (q, k, v)), {"score_mod": lambda s, b, h, q, kv: s + (h + shift)}),
     ):
         with pytest.raises(RuntimeError, match=f"arguments differ between ranks: {name}.* on ranks .*{plan.size - 1}]"):
             context_parallel_attention(*(wrong if last else right), plan, **options)

@@ -319,7 +319,7 @@ def test_a_rank_that_fails_ends_the_others(check):
     Ranks(2, collective_seconds=4).fail(f"{distributed_checks.__name__}:{check}")
 
 
-CHECKS = ["llama", "packed", "windows", "score_functions", "checkpointing", "compiled", "refused"]
+CHECKS = ["llama", "later_tokens", "packed", "windows", "score_functions", "checkpointing", "compiled", "refused"]
 
 
 @pytest.mark.parametrize("check", CHECKS)

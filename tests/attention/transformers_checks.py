@@ -94,6 +94,20 @@ def llama(device):
     compare(model_of(device), plan, device)
 
 
+def later_tokens(device):
+    """A causal model warns, once, if its plan lets tokens see later ones."""
+    mesh, (ids, _), model = mesh_of(device), batch(device), model_of(device)
+    cu = torch.tensor([0, 300, LENGTH], dtype=torch.int32, device=device)
+    for terms, times in (({}, 1), ({"window_size": (200, 200)}, 1), ({"causal": True, "cu_seqlens": cu}, 0)):
+        plan = plan_context_parallel(mesh=mesh, length=LENGTH, **terms)
+        with warnings.catch_warnings(record=True) as caught, context_parallel(plan):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(input_ids=plan.shard(ids, 1), position_ids=plan.positions[None], use_cache=False)
+        found = sum("the model is causal" in str(warning.message) for warning in caught)
+        assert found == times or (found == 0 and (plan.size == 1 or plan.rank > 0))  # the last tokens see no later ones
+
+
 def packed(device):
     """Packed sequences, whose positions restart."""
     cu = torch.tensor([0, 70, 300, 301, LENGTH], dtype=torch.int32, device=device)
@@ -222,4 +236,4 @@ def refused(device):
     model(**whole)
 
 
-CHECKS = [llama, packed, windows, score_functions, checkpointing, compiled, refused]
+CHECKS = [llama, later_tokens, packed, windows, score_functions, checkpointing, compiled, refused]

@@ -103,7 +103,7 @@ def attend(
     """
     _refuse(module, dropout, kwargs)
     if isinstance(attention_mask, PlannedMask):
-        attention_mask.check_positions(kwargs.get("position_ids"))
+        attention_mask.check(kwargs.get("position_ids"))
         if position_bias is not None:
             raise ValueError(
                 f"{type(module).__name__}: a position_bias, as in T5, is not supported with context_parallel, since "

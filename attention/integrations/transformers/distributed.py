@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 from attention.distributed import ContextParallelPlan, context_parallel_attention
 from attention.distributed.check import awaits_comparison
+from attention.distributed.moves import blocks_of
 
 from .kinds import Kind
 
@@ -29,8 +30,8 @@ _ACTIVE: list[Plans] = []  # of the process; torch.compile guards its length, an
 class PlannedMask(FlexBlockMask):
     """The plan of one kind of layers, in the place of their mask."""
 
-    def __init__(self, plan: ContextParallelPlan, batch: int, options: dict[str, Any]):
-        self.plan, self.batch, self.options = plan, batch, options
+    def __init__(self, plan: ContextParallelPlan, batch: int, options: dict[str, Any], causal: bool):
+        self.plan, self.batch, self.options, self.causal = plan, batch, options, causal
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,10 +45,18 @@ class PlannedMask(FlexBlockMask):
 
     __str__ = __repr__
 
-    def check_positions(self, position_ids: Tensor | None) -> None:
+    def check(self, position_ids: Tensor | None) -> None:
         """Warn in the first eager call with a plan if tokens are numbered from 0, as a model does by itself, where the
-        plan has other positions. Synchronizes then."""
-        if is_compiling() or position_ids is None or not awaits_comparison(self.plan):
+        plan has other positions; or if tokens of a causal model see later ones. Synchronizes then."""
+        if is_compiling() or not awaits_comparison(self.plan):
+            return
+        if self.causal and sees_later_tokens(self.plan):
+            warnings.warn(
+                f"{OP}: the model is causal, and the mask of its plan lets tokens see later ones; pass causal=True to "
+                "plan_context_parallel, unless that is meant",
+                stacklevel=2,
+            )
+        if position_ids is None:
             return
         count = torch.arange(self.plan.local_length, device=position_ids.device)
         counted = torch.equal(position_ids.flatten()[: len(count)], count)
@@ -67,6 +76,15 @@ class PlannedMask(FlexBlockMask):
         out, lse = context_parallel_attention(q, k, v, self.plan, return_lse=True, **options)
         part = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
         return (out * part.unsqueeze(-1)).to(out.dtype)
+
+
+def sees_later_tokens(plan: ContextParallelPlan) -> bool:
+    """True if unmasked blocks of this process's rows lie beyond the diagonal, or full ones on it. Synchronizes."""
+    sides = zip(plan.numbers, plan.mask.blocksize, strict=True)
+    rows, columns = (blocks_of(tiles, plan.tile).view(-1, side) for tiles, side in sides)
+    partial, full = plan.mask.tables()
+    later, reaches = columns[:, 0] > rows[:, -1:], columns[:, -1] > rows[:, :1]
+    return bool(((partial & later) | (full & reaches)).any())
 
 
 def _same_tokens(a: ContextParallelPlan, b: ContextParallelPlan) -> bool:
@@ -147,7 +165,7 @@ class Plans:
                 f"{OP}: the model must get the {plan.local_length} tokens of this process, plan.shard(input_ids, 1), "
                 f"and no tokens of a cache; got {lengths[0]} queries and {lengths[1]} keys"
             )
-        return PlannedMask(plan, batch, self.options)
+        return PlannedMask(plan, batch, self.options, kind.right == 0)
 
 
 @contextlib.contextmanager
