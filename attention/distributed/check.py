@@ -159,7 +159,7 @@ def _hashes(values: Any, error: Exception | None, group, device: torch.device | 
 
 
 def facts_of_mask(mask: BlockMask) -> tuple:
-    """What a mask function computes, whatever its name, and the numbers and tensors that it reads."""
+    """Program of a mask function, and the numbers and tensors that it reads."""
     if mask.mask_mod is None:
         return ()
     try:
