@@ -140,15 +140,21 @@ def row_input(x: Any, place: Placed) -> Tensor:
     """The columns of x that this rank's weight has.
 
     Raises:
-        ValueError: x is a DTensor of features, and ranks do not hold them in order.
+        ValueError: x is a DTensor whose features are split, and ranks hold other ones of this layer.
     """
-    wanted, last = place.inputs[0], x.dim() - 1
+    placements, last = place.inputs, x.dim() - 1
     if is_dtensor(x):
-        if features(wanted, last) and not place.in_order:
-            raise ValueError(
-                "x is a DTensor, whose features are in order, and the partition of this layer permutes them"
-            )
-        x = x if x.placements == place.inputs else x.redistribute(placements=place.inputs)
+        if features(placements[0], last) and not place.in_order:  # no placement describes their parts
+            if features(x.placements[0], last):
+                flat = [block for own in place.blocks for block in own]
+                raise ValueError(
+                    f"x is a DTensor placed as {x.placements}, whose parts are equal ranges of features; those of this "
+                    f"layer's ranks are {'unequal' if flat == sorted(flat) else 'permuted'}; pass "
+                    "input_layouts=Replicate() to the style, or this rank's features as a torch.Tensor"
+                )
+            placements = x.placements if x.placements[0].is_shard() else replicate()
+        x = x if x.placements == placements else x.redistribute(placements=placements)
+    wanted = placements[0]
     if features(wanted, last):
         return x.to_local() if is_dtensor(x) else x
     if wanted.is_replicate():

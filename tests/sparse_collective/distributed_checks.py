@@ -23,6 +23,7 @@ from sparse_collective.distributed import (
     full_state_dict,
     partition_hidden,
 )
+from sparse_collective.distributed.partition import Partition
 from sparse_collective.nn import (
     BsrGroupedLinear,
     BsrLinear,
@@ -288,6 +289,31 @@ def inputs_of_a_row(device):
     near(row(distribute_tensor(x[:5], mesh, [Shard(0)])).full_tensor(), alone(x[:5]))  # 5 tokens: ranks differ
 
 
+def dtensors_of_uneven_rows(device):
+    """A DTensor with whole tokens, of a layer whose ranks have unequal or permuted parts of its columns."""
+    mesh, ranks = mesh_of(device), range(dist.get_world_size())
+    more, x = {"device": device, "dtype": dtype_of(device)}, normal(9, 32 * (len(ranks) + 1), device=device)
+    alone = BsrLinear(x.shape[1], 96, True, (32, 32), density=0.6, activation="gelu", **more)
+    permuted = Partition(32, tuple((rank, len(ranks)) if rank == 1 else (rank,) for rank in ranks[::-1]))
+    for partition, reason in ((None, "unequal"), (permuted, "permuted")):
+        row = parallelize_module(copy.deepcopy(alone), mesh, BsrRowwiseParallel(partition=partition))
+        style = BsrRowwiseParallel(input_layouts=Replicate(), partition=partition)
+        whole = parallelize_module(copy.deepcopy(alone), mesh, style)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            placed = distribute_tensor(x, mesh, [placement])
+            if placement == Shard(1):
+                text = f"this layer's ranks are {reason}; pass input_layouts=Replicate() to the style"
+                raises(ValueError, text, row, placed)
+            for layer in (whole,) if placement == Shard(1) else (whole, row):
+                mine, theirs = placed.detach().requires_grad_(), x.detach().requires_grad_()
+                y, found = alone(theirs), layer(mine)
+                near(found, y)
+                dy = normal(*y.shape, device=device)
+                y.backward(dy)
+                found.backward(dy)
+                near(mine.grad.full_tensor(), theirs.grad)
+
+
 def gated(device):
     mesh = mesh_of(device)
     for block, balance in (((128, 64), None), ((32, 32), "blocks"), ((64, 128), "blocks"), ((64, 32), "extent")):
@@ -490,6 +516,7 @@ CHECKS = [
     a_rank_without_features,
     outputs_of_a_column,
     inputs_of_a_row,
+    dtensors_of_uneven_rows,
     gated,
     experts,
     mixture,
