@@ -19,11 +19,11 @@ from cute_kernels.runtime.torch_compat import is_dtensor
 from ..nn.experts import BsrExperts
 from ..nn.feed_forward import BsrMixtureOfExperts, check_routing
 from ..nn.grouped import BsrGroupedLinear
-from ..nn.shards import check_same, pattern_hash
+from ..nn.shards import pattern_hash
 from ..ops import bsr_grouped_linear
 from .dispatch import refuse, routed_over_ranks
 from .parallel import hooked
-from .place import check_whole, own_part, padded
+from .place import check_alike, check_whole, facts_of, own_part, padded
 from .state import PlacedState
 from .styles import check_mesh
 
@@ -172,7 +172,7 @@ class BsrExpertParallel(ParallelStyle):
         TypeError: the module is of another type, or sharded already.
         ValueError: the number of experts is not a multiple of the number of ranks, the mesh has several dimensions or
             ranks that do not ascend, or the module is on the meta device.
-        RuntimeError: ranks hold different patterns.
+        RuntimeError: ranks hold different modules or patterns, or pass other arguments.
 
     Example::
 
@@ -182,45 +182,42 @@ class BsrExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         check_mesh(self, device_mesh)
-        kind = KINDS.get(type(module))
-        if kind is None:
-            known = ", ".join(kind.__name__ for kind in KINDS)
-            raise TypeError(f"{type(self).__name__} takes {known}; got {type(module).__name__}")
-        layers = [layer for layer in module.modules() if isinstance(layer, BsrGroupedLinear)]
-        for layer in layers:
-            check_layer(type(self).__name__, layer, device_mesh)
+        name, layers = type(self).__name__, [m for m in module.modules() if isinstance(m, BsrGroupedLinear)]
+
+        def checked() -> int:
+            if type(module) not in KINDS:
+                known = ", ".join(kind.__name__ for kind in KINDS)
+                raise TypeError(f"{name} takes {known}; got {type(module).__name__}")
+            for layer in layers:
+                check_layer(name, layer, device_mesh.size())
+            routing = [getattr(module, option, None) for option in ("top_k", "group_rows", "activation")]
+            indices = [t for layer in layers for t in (layer.crow_indices, layer.col_indices)]
+            return pattern_hash(*indices, name, type(module).__name__, facts_of(module), routing, self.src_data_rank)
+
+        check_alike(name, checked, device_mesh)
         for layer in layers:
             localize(layer, device_mesh, self.src_data_rank)
         if (router := getattr(module, "router", None)) is not None and self.src_data_rank is not None:
             for parameter in router.parameters():
                 group = device_mesh.get_group()
                 torch.distributed.broadcast(parameter.data, group=group, group_src=self.src_data_rank)
-        module.__class__ = kind
+        module.__class__ = KINDS[type(module)]
         module.__dict__["place"] = layers[0].place
         return module
 
 
-def check_layer(style: str, layer: Any, mesh: Any) -> None:
+def check_layer(style: str, layer: Any, ranks: int) -> None:
     """Reject a layer whose experts cannot be dealt.
 
     Raises:
         TypeError: its values are computed of another parameter, or it is sharded.
         ValueError: it is on the meta device, or its experts are no multiple of the ranks.
-        RuntimeError: ranks hold different patterns.
     """
-
-    def checked() -> int:
-        if type(layer) is not BsrGroupedLinear:
-            raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
-        check_whole(style, layer)
-        if layer.items is None or layer.items % mesh.size():
-            raise ValueError(f"{style}: {layer.items} experts are not a multiple of {mesh.size()} ranks")
-        return pattern_hash(layer.crow_indices, layer.col_indices)
-
-    check_same(
-        style, "the pattern of the layer", checked, mesh,
-        "load one state on all ranks, or seed them alike before the model is made",
-    )  # fmt: skip
+    if type(layer) is not BsrGroupedLinear:
+        raise TypeError(f"{style} needs layers that are BsrGroupedLinear, got {type(layer).__name__}")
+    check_whole(style, layer)
+    if layer.items is None or layer.items % ranks:
+        raise ValueError(f"{style}: {layer.items} experts are not a multiple of {ranks} ranks")
 
 
 def localize(layer: Any, mesh: Any, src_data_rank: int | None) -> None:

@@ -15,7 +15,8 @@ __all__ = ["distribute_bsr"]
 def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balance: Balance = "extent") -> BsrMatrix:
     """Return this rank's part of a matrix that every rank holds, as torch's distribute_tensor places a tensor.
 
-    Nothing is sent but a hash of the pattern. Ranks must hold the same W: load it, or make it from one seed.
+    Nothing is sent but a hash of the pattern and of the arguments. Ranks must hold the same W: load it, or make it from
+    one seed.
 
     Args:
         W: (M, K) or (L, M, K), the same on all ranks of the mesh.
@@ -32,7 +33,7 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
         TypeError: mesh is no DeviceMesh, or placements are not a sequence.
         ValueError: the number of placements is not the mesh's dimension, a placement is neither Replicate nor Shard of
             rows or columns, or balance is unknown.
-        RuntimeError: ranks hold different patterns.
+        RuntimeError: ranks hold different patterns, or pass other placements or another balance.
 
     Example::
 
@@ -47,10 +48,11 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
 
     def checked() -> int:
         check_arguments(W, mesh, placements, balance)
-        return pattern_hash(*W.indices)
+        return pattern_hash(*W.indices, tuple(W.shape), W.blocksize, W.dtype, list(placements), balance)
 
     check_same(
-        "distribute_bsr", "the pattern", checked, mesh, "load one matrix on all ranks, or make it from one seed",
+        "distribute_bsr", "an argument (placements, balance) or the shape, dtype or pattern of W", checked, mesh,
+        "pass the same arguments, and load one matrix on all ranks or make it from one seed",
     )  # fmt: skip
     for dim, placement in enumerate(placements):
         if placement.is_shard():

@@ -34,8 +34,10 @@ from .place import (
     Placed,
     SumGradient,
     as_placed,
+    check_alike,
     check_whole,
     column_output,
+    facts_of,
     features,
     features_of,
     indices_of,
@@ -313,27 +315,27 @@ KINDS: dict[type, type] = {
 }
 
 
-def parallelize(layer: Any, dim: int, mesh: Any, partition: Partition, style: Any) -> BsrModule:
+def parallelize(layer: Any, dim: int, mesh: Any, style: Any) -> BsrModule:
     """Change a layer in place into its tensor-parallel form; every rank holds the whole layer before."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    name, inputs = type(style).__name__, tuple(style.input_layouts)
+    name, inputs, outputs = type(style).__name__, tuple(style.input_layouts), tuple(style.output_layouts)
 
     def checked() -> int:
+        partition = style._partition_of(layer, mesh.size())
         check_layer(name, layer, dim, partition, mesh.size())
-        return pattern_hash(layer.crow_indices, layer.col_indices)
+        arguments = inputs, outputs, style.use_local_output, style.overlap, style.src_data_rank, partition
+        return pattern_hash(layer.crow_indices, layer.col_indices, name, facts_of(layer), arguments)
 
-    check_same(
-        name, "the pattern of the layer", checked, mesh,
-        "load one state on all ranks, or seed them alike before the model is made",
-    )  # fmt: skip
+    check_alike(name, checked, mesh)
+    partition = style._partition_of(layer, mesh.size())
     side, blocks = layer.blocksize[dim], partition.blocks(layer.blocksize[dim])
     if dim and not inputs[0].is_shard(-1):  # empty block columns need no x
         stored = set(layer.col_indices.unique().tolist())
         blocks = [[block for block in own if block in stored] for own in blocks]
     place = Placed(
         dim, mesh, side, tuple(map(tuple, blocks)), partition.contiguous and partition.even, inputs,
-        tuple(style.output_layouts), style.use_local_output, style.overlap,
+        outputs, style.use_local_output, style.overlap,
         split_of(blocks, side, 1 if dim else hidden_rows(layer)),
         tuple(index_of(own, layer.col_indices.device) for own in blocks),
     )  # fmt: skip

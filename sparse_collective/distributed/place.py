@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cute_kernels.runtime.torch_compat import is_dtensor
 
+from ..nn.module import BsrModule
 from ..nn.parametrized import check_not_computed
-from ..nn.shards import bounds
+from ..nn.shards import bounds, check_same
 from ..pattern import Pattern
 from ..splits import submatrix_index
 from .exchange import columns_of, gather_columns
@@ -22,8 +23,10 @@ __all__ = [
     "Placed",
     "SumGradient",
     "as_placed",
+    "check_alike",
     "check_whole",
     "column_output",
+    "facts_of",
     "features",
     "features_of",
     "indices_of",
@@ -47,6 +50,27 @@ def check_whole(style: str, layer: Any) -> None:
         raise TypeError(f"{style}: the layer is sharded already; call parallelize_module before fully_shard")
     if layer.crow_indices.is_meta:
         raise ValueError(f"{style}: the layer is on the meta device, and has no pattern yet; make it on a device")
+
+
+def check_alike(style: str, checked: Callable[[], int], mesh: Any) -> None:
+    """Compare what ranks pass to parallelize_module, before anything moves; see check_same.
+
+    checked: checks this rank's module and arguments, and returns their hash.
+    """
+    check_same(
+        style, "an argument of the style (partition, layouts, ...) or the shape, dtype or pattern of the layer",
+        checked, mesh,
+        "pass the same arguments, and load one state on all ranks or seed them alike before the model is made",
+    )  # fmt: skip
+
+
+def facts_of(module: nn.Module) -> list[Any]:
+    """The properties of a module, besides patterns, that must be the same on all ranks before it is split."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BsrModule)]
+    return [
+        [(type(layer).__name__, layer.matrix_shape, layer.blocksize, layer.activation) for layer in layers],
+        [(name, tuple(t.shape), t.dtype) for name, t in module.named_parameters()],
+    ]
 
 
 @dataclass(frozen=True)

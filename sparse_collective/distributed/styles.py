@@ -39,7 +39,7 @@ class BsrColwiseParallel(ColwiseParallel):
         ValueError: the layer does not fit the partition, or the partition the mesh; output_layouts need equal ranges of
             features; tokens of a BsrGroupedLinear are split; or the mesh has several dimensions or ranks that do not
             ascend.
-        RuntimeError: ranks hold different patterns.
+        RuntimeError: ranks hold different layers or patterns, or pass other arguments to the style.
 
     The layer's first call raises RuntimeError if ranks pass different numbers or dtypes of tokens; see
     docs/howto/distributed.md.
@@ -67,9 +67,17 @@ class BsrColwiseParallel(ColwiseParallel):
             check_dense(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
+        return parallelize(module, 0, device_mesh, self)
+
+    def _partition_of(self, module: BsrModule, ranks: int) -> Partition:
+        """The partition of the rows of a layer's weight.
+
+        Raises:
+            TypeError, ValueError: the layer does not support the style's arguments.
+        """
         unit = least_unit(module)
         rows = module.out_features // (2 if getattr(module, "gated", False) else 1)
-        partition = evenly(rows // unit, unit, device_mesh.size()) if self.partition is None else self.partition
+        partition = evenly(rows // unit, unit, ranks) if self.partition is None else self.partition
         wanted = self.output_layouts[0]
         if not (partition.contiguous and partition.even) and not (wanted.is_shard(-1) and self.use_local_output):
             raise ValueError(
@@ -79,7 +87,7 @@ class BsrColwiseParallel(ColwiseParallel):
         check_routing(self, module, "input_layouts", self.input_layouts[0])
         if self.overlap:
             check_overlap(self, module, self.input_layouts[0].is_shard(0) and wanted.is_shard(-1), "input_layouts")
-        return parallelize(module, 0, device_mesh, partition.of_rows(module), self)
+        return partition.of_rows(module)
 
 
 class BsrRowwiseParallel(RowwiseParallel):
@@ -121,6 +129,14 @@ class BsrRowwiseParallel(RowwiseParallel):
             check_dense(self, module)
             return super()._apply(module, device_mesh)
         check_mesh(self, device_mesh)
+        return parallelize(module, 1, device_mesh, self)
+
+    def _partition_of(self, module: BsrModule, ranks: int) -> Partition:
+        """The partition of the columns of a layer's weight.
+
+        Raises:
+            TypeError, ValueError: the layer does not support the style's arguments.
+        """
         outputs: Any = self.output_layouts[0]
         if not (outputs.is_replicate() or (outputs.is_shard() and outputs.dim >= 0)):
             raise ValueError(
@@ -129,12 +145,9 @@ class BsrRowwiseParallel(RowwiseParallel):
         check_routing(self, module, "input_layouts", self.input_layouts[0])
         check_routing(self, module, "output_layouts", outputs)
         side = module.blocksize[1]
-        partition = (
-            evenly(module.in_features // side, side, device_mesh.size()) if self.partition is None else self.partition
-        )
         if self.overlap:
             check_overlap(self, module, self.input_layouts[0].is_shard(-1) and outputs.is_shard(0), "output_layouts")
-        return parallelize(module, 1, device_mesh, partition, self)
+        return evenly(module.in_features // side, side, ranks) if self.partition is None else self.partition
 
 
 def check_dense(style: Any, module: nn.Module) -> None:

@@ -155,12 +155,15 @@ def replace_shards(parameter: Any, new: Any) -> None:
     resize_fully_sharded(parameter, room)
 
 
-def pattern_hash(*tensors: Tensor) -> int:
-    """A 63-bit hash of the contents of int tensors. Synchronizes."""
+def pattern_hash(*parts: Any) -> int:
+    """A 63-bit hash of the contents of tensors, and of the repr of anything else. Synchronizes."""
     digest = hashlib.blake2b(digest_size=8)
-    for t in tensors:
-        digest.update(str(tuple(t.shape)).encode())
-        digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for part in parts:
+        if not isinstance(part, Tensor):
+            digest.update(repr(part).encode())
+            continue
+        digest.update(str(tuple(part.shape)).encode())
+        digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -179,7 +182,7 @@ def check_same(
 
     Raises:
         RuntimeError: the numbers differ; on all ranks, so that none waits for those that raised.
-        TypeError, ValueError: those of the function, on its rank; RuntimeError with their text on the other ranks.
+        Exception: that of the function, on its rank; RuntimeError with its text on the other ranks.
     """
     import torch.distributed as dist
 
@@ -187,7 +190,7 @@ def check_same(
     if callable(number):
         try:
             number = number()
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:
             number, refusal = -1, caught
     groups = [mesh.get_group(dim) for dim in (range(mesh.ndim) if dims is None else dims)]
     for group in (*groups, *extra_groups):

@@ -346,6 +346,12 @@ def refused_experts(device):
     raises(ValueError, "meta device", parallelize_module, empty, mesh, style)
     other = mixture(device, seed=dist.get_rank())
     raises(RuntimeError, "pattern of the layer differs between ranks", parallelize_module, other, mesh, style)
+    last, other = dist.get_rank() == dist.get_world_size() - 1, mixture(device)
+    other.group_rows = 128 if last else 64
+    raises(RuntimeError, "pattern of the layer differs between ranks", parallelize_module, other, mesh, style)
+    refuses(last, TypeError, "got BsrLinear", parallelize_module, linear if last else mixture(device), mesh, style)
+    refuses(last, ValueError, "3 experts are not a multiple", parallelize_module, odd if last else mixture(device),
+            mesh, style)  # fmt: skip
 
 
 def checkpoint_of_another_world(device, folder, number):

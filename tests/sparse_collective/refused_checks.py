@@ -21,6 +21,7 @@ from sparse_collective.distributed import (
     distribute_bsr,
     partition_hidden,
 )
+from sparse_collective.distributed.partition import Partition
 from sparse_collective.nn import BsrExperts, BsrGroupedLinear, BsrLinear, BsrMixtureOfExperts, SwiGLU, densify_, prune_
 from sparse_collective.nn.shards import check_same
 
@@ -31,7 +32,8 @@ def distributed_matrix_of_other_patterns(device):
     torch.manual_seed(dist.get_rank())
     W = random_bsr((256, 256), (32, 32), density=0.3, dtype=dtype_of(device), device=device)
     mesh = mesh_of(device)
-    raises(RuntimeError, "the pattern differs between ranks", distribute_bsr, W, mesh, [Shard(0)])
+    text = "an argument (placements, balance) or the shape, dtype or pattern of W differs between ranks"
+    raises(RuntimeError, text, distribute_bsr, W, mesh, [Shard(0)])
     raises(ValueError, "Shard(0) for rows or Shard(1) for columns", distribute_bsr, W, mesh, [Shard(2)])
     raises(ValueError, "balance is 'even'", distribute_bsr, W, mesh, [Replicate()], balance="even")
     raises(TypeError, "placements must be a list", distribute_bsr, W, mesh, Shard(0))
@@ -67,7 +69,7 @@ def refused(device):
     torch.manual_seed(dist.get_rank())
     column, row = BsrColwiseParallel(), BsrRowwiseParallel()
     layer = BsrLinear(128, 128, False, (32, 32), **more)
-    raises(RuntimeError, "the pattern of the layer differs between ranks", parallelize_module, layer, mesh, column)
+    raises(RuntimeError, "pattern of the layer differs between ranks", parallelize_module, layer, mesh, column)
     torch.manual_seed(0)
     swiglu = SwiGLU(128, 256, False, (32, 32), **more)
     raises(ValueError, "the gate of a GatedBsrLinear", parallelize_module, swiglu.gate_up, mesh, row)
@@ -188,6 +190,53 @@ def wrong_on_one_rank(device):
     near(column(parts[dist.get_rank()]), alone[0](x).chunk(mesh.size(), -1)[dist.get_rank()])
 
 
+def other_arguments_on_one_rank(device):
+    """Arguments that differ between ranks raise on all of them before anything moves, and the next call is right."""
+    mesh, last = mesh_of(device), dist.get_rank() == dist.get_world_size() - 1
+    more, ranks = {"density": 0.5, "device": device, "dtype": dtype_of(device)}, range(mesh.size())
+    W = random_bsr((256, 256), (32, 32), **more)
+    text = "an argument (placements, balance) or the shape, dtype or pattern of W differs between ranks: ranks [0"
+    raises(RuntimeError, text, distribute_bsr, W, mesh, [Shard(0)], balance="blocks" if last else "extent")
+    raises(RuntimeError, text, distribute_bsr, W, mesh, [Replicate() if last else Shard(0)])
+    assert distribute_bsr(W, mesh, [Shard(0)]).shape[0] == 256 // mesh.size()
+
+    up, down = (BsrLinear(*shape, True, (32, 32), **more) for shape in ((64, 256), (256, 64)))
+    first, second, *others = (tuple(range(8 * i // mesh.size(), 8 * (i + 1) // mesh.size())) for i in ranks)
+    forward = Partition(32, (first, second, *others))
+    backward, uneven = Partition(32, forward.units[::-1]), Partition(32, (first[:-1], (first[-1], *second), *others))
+    split, text = Shard(0), "an argument of the style (partition, layouts, ...) or the shape, dtype or pattern of the "
+    text += "layer differs between ranks: ranks [0"
+    for style, layer, same, other in (
+        (BsrColwiseParallel, up, {"partition": forward}, {"partition": backward}),
+        (BsrColwiseParallel, up, {"partition": forward}, {"partition": uneven}),
+        (BsrColwiseParallel, up, {}, {"output_layouts": Replicate()}),
+        (BsrColwiseParallel, up, {}, {"input_layouts": split}),
+        (BsrColwiseParallel, up, {}, {"use_local_output": False}),
+        (BsrColwiseParallel, up, {"input_layouts": split}, {"input_layouts": split, "overlap": True}),
+        (BsrRowwiseParallel, down, {"partition": forward}, {"partition": backward}),
+        (BsrRowwiseParallel, down, {}, {"output_layouts": split}),
+        (BsrRowwiseParallel, down, {}, {"input_layouts": Replicate()}),
+        (BsrRowwiseParallel, down, {"output_layouts": split}, {"output_layouts": split, "overlap": True}),
+    ):
+        raises(RuntimeError, text, parallelize_module, layer, mesh, style(**(other if last else same)))
+        assert type(layer) is BsrLinear and type(layer.values.data) is torch.Tensor
+    for style, option, reason in (
+        (BsrColwiseParallel, {"overlap": True}, "overlap=True needs input_layouts=Shard(0)"),
+        (BsrColwiseParallel, {"partition": backward, "output_layouts": Replicate()}, "equal, contiguous ranges"),
+        (BsrRowwiseParallel, {"output_layouts": Partial()}, "use Replicate() or Shard(dim) of tokens"),
+    ):
+        layer = up if style is BsrColwiseParallel else down
+        refuses(last, ValueError, reason, parallelize_module, layer, mesh, style(**(option if last else {})))
+    source = None if last else 0
+    raises(RuntimeError, text, parallelize_module, up, mesh, BsrColwiseParallel(), src_data_rank=source)
+    cast = copy.deepcopy(up).half() if last else up
+    raises(RuntimeError, text, parallelize_module, cast, mesh, BsrColwiseParallel())
+
+    alone, x = nn.Sequential(up, down), normal(20, 64, device=device)
+    plan = {"0": BsrColwiseParallel(partition=backward), "1": BsrRowwiseParallel(partition=backward)}
+    near(parallelize_module(copy.deepcopy(alone), mesh, plan)(x), alone(x))
+
+
 def error_in_one_rank(device):
     """The last rank raises between two layers, whose collectives the others enter."""
     model = parallelized(pair(device), mesh_of(device))
@@ -211,4 +260,5 @@ CHECKS = [
     other_features_in_the_next_layer,
     uneven_tokens,
     wrong_on_one_rank,
+    other_arguments_on_one_rank,
 ]
