@@ -1,6 +1,7 @@
 """Checks of fully_shard and DistributedDataParallel, which each rank runs; see tests/ranks.py."""
 
 import copy
+import functools
 import inspect
 import tempfile
 import types
@@ -34,6 +35,7 @@ from .distributed_checks import (
     near,
     normal,
     raises,
+    refuses,
     whole,
 )
 from .expert_checks import exact_route
@@ -258,6 +260,51 @@ def choices_that_differ_in_a_group(device):
            generator=generator, group=dist.group.WORLD)  # fmt: skip
 
 
+def arguments_of_one_rank(device):
+    """Arguments that are wrong or differ on one rank raise on all, before anything is gathered; the next call works."""
+    model, alone, optimizers = pair_of("each layer", device)
+    train(model, alone, optimizers)
+    layer, last, generator = model[0], dist.get_rank() == dist.get_world_size() - 1, torch.Generator(device)
+    prune, change = {"density": 0.25}, {"fraction": 0.4, "grow": "random", "generator": generator}
+
+    def failing(blocks):
+        raise KeyError("no input of this layer")
+
+    for function, right, wrong, kind, text in (
+        (prune_, prune, {"density": 2.0}, ValueError, "density 2.0 is not in"),
+        (prune_, prune, {"per_row": 1}, ValueError, "give either density or per_row"),
+        (prune_, prune, {"density": None, "per_row": 5}, ValueError, "per_row is 5"),
+        (prune_, prune, {"scores": "size"}, ValueError, "scores='size'"),
+        (prune_, prune, {"scores": 3}, TypeError, "scores must be a name"),
+        (prune_, prune, {"scores": torch.ones(3)}, ValueError, "scores have shape (3,)"),
+        (prune_, prune, {"scores": failing}, KeyError, "no input of this layer"),
+        (change_pattern_, change, {"fraction": -1.0}, ValueError, "fraction is -1.0"),
+        (change_pattern_, change, {"grow": "most"}, ValueError, "grow='most'"),
+        (change_pattern_, change, {"grow": torch.ones(3, 4)}, ValueError, 'a generator is for grow="random" alone'),
+        (change_pattern_, change, {"drop": "size"}, ValueError, "scores='size'"),
+        (change_pattern_, change, {"even_rows": True}, ValueError, "even_rows needs a layer"),
+    ):
+        refuses(last, kind, text, functools.partial(function, layer, **(right | wrong if last else right)))
+    moments = {"optimizer": optimizers[0]}
+    for function, right, other in (
+        (prune_, prune, {"density": 0.33}),
+        (prune_, prune, {"scores": torch.ones(layer.nnz)}),
+        (prune_, prune | moments, {"optimizer": None}),
+        (change_pattern_, change, {"fraction": 0.6}),
+        (change_pattern_, change, {"drop": torch.ones(layer.nnz)}),
+        (change_pattern_, change | moments, {"optimizer": None}),
+    ):
+        text, options = "optimizer state to move differs between ranks", right | other if last else right
+        raises(RuntimeError, text, function, layer, **options)
+    agree(model, alone)
+    for m, optimizer in zip((model, alone), optimizers, strict=True):
+        same = torch.arange(m[0].nnz, device=device)
+        change_pattern_(m[0], 0.4, grow="random", drop=same, optimizer=optimizer, generator=generator.manual_seed(3))
+        prune_(m[0], 0.25, scores=same, optimizer=optimizer)
+    agree(model, alone)
+    state_agrees(optimizers, model, alone)
+
+
 def data_parallel(device):
     """DDP, whose buffers are broadcast in each forward or at the start alone; ranks start with other patterns."""
     for options in ({}, {"forward_sync_buffers": False}):
@@ -285,6 +332,9 @@ def data_parallel(device):
                generator=generator, group=group)  # fmt: skip
         scores = (1.0 if dist.get_rank() % 2 else -1.0) * torch.arange(model[0].nnz)
         raises(RuntimeError, "scores= differs between ranks", prune_, model[0], 0.2, scores=scores, group=group)
+        last = dist.get_rank() == dist.get_world_size() - 1
+        prune = functools.partial(prune_, model[0], 2.0 if last else 0.2, group=group)
+        refuses(last, ValueError, "density 2.0 is not in", prune)
         assert all(map(torch.equal, before, model.state_dict().values()))
         patterns = [layer.weight.pattern for layer in model]
         train(wrapped, alone, optimizers, seed=2)
@@ -426,6 +476,7 @@ CHECKS = [
     regrowth_by_gradients,
     choices_that_differ,
     choices_that_differ_in_a_group,
+    arguments_of_one_rank,
     data_parallel,
     blocks_that_move,
     another_number_of_blocks,

@@ -9,6 +9,7 @@ pattern's tables in it, and must be captured again.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from ..shards import check_same, moved_shards, pattern_hash, replace_shards, sha
 from .scores import Blocks, Group, Scores, magnitude_of
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
+
+SENT = "the kind of scores, or the gradient or optimizer state to move"  # for messages, see _sent
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def prune_(
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
         RuntimeError: values are sharded by fully_shard and gathered at present, or have gradients that are not reduced
-            yet (set_requires_gradient_sync(False)); or ranks would select different blocks.
+            yet (set_requires_gradient_sync(False)); or ranks would select different blocks, or another rank raised.
         ValueError: not exactly one of density and per_row is passed, or more blocks are requested than are stored.
 
     Example:
@@ -103,26 +106,35 @@ def prune_(
     """
     _check_layer("prune_", layer)
     rows, cols = layer.grid
-    if (density is None) == (per_row is None):
-        raise ValueError(f"prune_: give either density or per_row, got {density} and {per_row}")
-    found, old = Blocks.of(layer).score(scores), layer.pattern
-    keys = old.keys()
+
+    def checked() -> tuple[tuple[Blocks, Tensor, int], list[Any]]:
+        _check_shards("prune_", layer)
+        if (density is None) == (per_row is None):
+            raise ValueError(f"prune_: give either density or per_row, got {density} and {per_row}")
+        blocks = Blocks.of(layer)
+        own = blocks._own_scores(scores)
+        if per_row is not None:
+            shortest, count = int(layer.crow_indices.diff().min()) if rows else 0, per_row
+            if not 0 <= per_row <= shortest:
+                raise ValueError(f"prune_: per_row is {per_row}; the shortest block row has {shortest} blocks")
+        else:
+            assert density is not None
+            count = round(density * rows * cols) if 0 <= density <= 1 else -1
+            if not 0 <= count <= layer.nnz:
+                raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
+        return (blocks, own, count), [density is None, count, *_sent(layer, scores, optimizer)]
+
+    blocks, own, count = _agreed("prune_", layer, group, f"density, per_row, {SENT}", checked)
+    found, keys = blocks._of_all_ranks(own, scores), layer.pattern.keys()
     if per_row is not None:
-        shortest = int(old.crow_indices.diff().min()) if rows else 0
-        if not 0 <= per_row <= shortest:
-            raise ValueError(f"prune_: per_row is {per_row}; the shortest block row has {shortest} blocks")
         grid = torch.full((rows * cols,), -math.inf, device=keys.device)
         # Ranks in place of scores, so that a stored block of any score comes before an absent one.
         rank = torch.empty_like(found).scatter_(0, ranks(found).argsort(stable=True), _falling(found))
         grid.index_copy_(0, keys, rank)
-        new = top_keys_of_rows(grid.view(rows, cols), per_row)
+        new = top_keys_of_rows(grid.view(rows, cols), count)
     else:
-        assert density is not None
-        nnz = round(density * rows * cols) if 0 <= density <= 1 else -1
-        if not 0 <= nnz <= layer.nnz:
-            raise ValueError(f"prune_: density {density} is not in [0, {layer.density:.4g}], the layer's own")
-        new = keys[top_keys(found, nnz)]
-    _compare("prune_", layer, group, "scores=", new)
+        new = keys[top_keys(found, count)]
+    _agreed("prune_", layer, group, "scores=", lambda: (new, [new]))
     if len(new) == layer.nnz:
         return layer
     if len(new) == 0 and layer._shard_mesh is not None:
@@ -166,37 +178,47 @@ def change_pattern_(
     Raises:
         TypeError: the layer is not a BsrLinear, or is tensor-parallel.
         RuntimeError: values are sharded by fully_shard and gathered at present, or have gradients that are not reduced
-            yet (set_requires_gradient_sync(False)); or ranks would select different blocks.
+            yet (set_requires_gradient_sync(False)); or ranks would select different blocks, or another rank raised.
         ValueError: fraction or grow is invalid, or even_rows is passed for block rows of different lengths.
 
     Example:
         change_pattern_(layer, 0.3, grow=gradients.block_norms(layer), optimizer=optimizer)
     """
     _check_layer("change_pattern_", layer)
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
     rows, cols = layer.grid
     buffers: dict[str, Any] = layer._buffers  # see BsrModule.weight
     crow, col = buffers["crow_indices"], buffers["col_indices"]
     values = layer._parameters.get("values")
     values = layer.values if values is None else values
-    candidates = _grow_scores(grow, (rows, cols), col.device, generator)
-    known = layer.weight if layer._shard_mesh is None else layer._weight
-    if even_rows and not (known is not None and known.even):
-        raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
     nnz = col.shape[0]
+
+    def checked() -> tuple[tuple[Blocks | None, Tensor, int], list[Any]]:
+        _check_shards("change_pattern_", layer)
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"change_pattern_: fraction is {fraction}; it must be in [0, 1]")
+        _check_grow(grow, (rows, cols), generator)
+        known = layer.weight if layer._shard_mesh is None else layer._weight
+        if even_rows and not (known is not None and known.even):
+            raise ValueError("change_pattern_: even_rows needs a layer whose block rows hold equally many blocks")
+        plain = isinstance(drop, str) and drop == "magnitude" and layer._shard_mesh is None
+        blocks = None if plain or nnz == 0 else Blocks.of(layer)
+        own = magnitude_of(values.detach()) if blocks is None else blocks._own_scores(drop)
+        dropped = round(fraction * (nnz // max(rows, 1) if even_rows else nnz))
+        return (blocks, own, dropped), [even_rows, dropped, *_sent(layer, drop, optimizer)]
+
+    blocks, own, dropped = _agreed("change_pattern_", layer, group, f"fraction, even_rows, {SENT}", checked)
     if nnz == 0:
         return layer
-    found = (
-        magnitude_of(values.detach())
-        if isinstance(drop, str) and drop == "magnitude" and layer._shard_mesh is None
-        else Blocks.of(layer).score(drop)
-    )
-    _compare("change_pattern_", layer, group, "grow= or drop=", found, candidates)
+    found = own if blocks is None else blocks._of_all_ranks(own, drop)
+
+    def chosen() -> tuple[Tensor, list[Tensor]]:
+        candidates = _grow_scores(grow, (rows, cols), col.device, generator)
+        return candidates, [found, candidates]
+
+    candidates = _agreed("change_pattern_", layer, group, "grow= or drop=", chosen)
     gradient = values.grad
     moving: list[Tensor] = [values] if gradient is None else [values, gradient]
     moving += _state_of_blocks(optimizer, values, nnz).values()
-    dropped = round(fraction * (nnz // rows if even_rows else nnz))
     origin = update_pattern_(found, candidates, crow, col, cols, dropped, even_rows)
     for t in moving:
         t.copy_(_moved(t, origin))
@@ -204,20 +226,25 @@ def change_pattern_(
     return layer
 
 
-def _grow_scores(
-    grow: Tensor | str, grid: tuple[int, int], device: torch.device, generator: torch.Generator | None
-) -> Tensor:
-    """(blocks,) float32."""
+def _check_grow(grow: Tensor | str, grid: tuple[int, int], generator: torch.Generator | None) -> None:
     if isinstance(grow, str):
         if grow != "random":
             raise ValueError(f'change_pattern_: grow={grow!r}; pass "random" or a tensor of scores')
-        return torch.rand(grid[0] * grid[1], dtype=torch.float32, device=device, generator=generator)
+        return
     if not isinstance(grow, Tensor):
         raise TypeError(f'change_pattern_: grow must be a tensor or "random", got {type(grow).__name__}')
     if generator is not None:
         raise ValueError('change_pattern_: a generator is for grow="random" alone')
     if tuple(grow.shape) != grid:
         raise ValueError(f"change_pattern_: grow has shape {tuple(grow.shape)}; the blocks are {grid}")
+
+
+def _grow_scores(
+    grow: Tensor | str, grid: tuple[int, int], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """(blocks,) float32."""
+    if isinstance(grow, str):
+        return torch.rand(grid[0] * grid[1], dtype=torch.float32, device=device, generator=generator)
     return grow.detach().to(device, torch.float32).flatten()
 
 
@@ -233,6 +260,10 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
         raise TypeError(
             f"{op}: each rank holds a part of this tensor-parallel layer; change it before parallelize_module"
         )
+
+
+def _check_shards(op: str, layer: BsrLinear) -> None:
+    """Reject a layer whose shards FSDP2 has gathered, or whose gradients it has not reduced yet."""
     if layer._shard_mesh is None:
         return
     if not is_dtensor(layer.values):
@@ -248,21 +279,45 @@ def _check_layer(op: str, layer: BsrLinear) -> None:
     shard_dim(layer.values)
 
 
-def _compare(op: str, layer: BsrLinear, group: Group, what: str, *choices: Tensor) -> None:
-    """Refuse choices that differ between ranks that hold a layer or shards of it, before anything is written."""
+def _sent(layer: BsrLinear, scores: Any, optimizer: torch.optim.Optimizer | None) -> list[Any]:
+    """The facts that decide which tensors ranks that hold shards send each other; [] if they hold none."""
+    if layer._shard_mesh is None:
+        return []
+    states = _state_of_blocks(optimizer, layer.values, layer.nnz)
+    return [
+        isinstance(scores, Tensor),  # or scores are gathered
+        layer.values.grad is not None,
+        [(name, t.dtype, tuple(t.shape)) for name, t in states.items()],
+    ]
+
+
+def _agreed(op: str, layer: BsrLinear, group: Group, what: str, make: Callable[[], tuple[Any, list[Any]]]) -> Any:
+    """Return the first of the results of make(); compare the second ones on ranks that hold a layer or shards of it.
+
+    All of these ranks raise if one raises in make(), or if they differ, before anything is sent or written.
+    """
     meshes = [] if layer._shard_mesh is None else [layer._shard_mesh]
     if group is not None:
         from torch.distributed.device_mesh import DeviceMesh
 
         if torch.distributed.get_rank(group) < 0:
             raise ValueError(f"{op}: this rank is not in the process group that group= names")
-        meshes.append(DeviceMesh.from_group(group, choices[0].device.type))
-    if meshes:
-        check_same(
-            op, what, pattern_hash(*choices), meshes[0],
-            "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
-            extra_groups=[mesh.get_group() for mesh in meshes[1:]],
-        )  # fmt: skip
+        meshes.append(DeviceMesh.from_group(group, layer.col_indices.device.type))
+    if not meshes:
+        return make()[0]
+    result = None
+
+    def number() -> int:
+        nonlocal result
+        result, compared = make()
+        return pattern_hash(*compared)
+
+    check_same(
+        op, what, number, meshes[0],
+        "give all ranks the same: block_norms(layer, group=...) sums gradients, generators need one seed",
+        extra_groups=[mesh.get_group() for mesh in meshes[1:]],
+    )  # fmt: skip
+    return result
 
 
 def _moved(t: Tensor, origin: Tensor) -> Tensor:

@@ -94,6 +94,14 @@ class Blocks:
         Raises:
             TypeError, ValueError: `scores` is none of these, or has another shape.
         """
+        return self._of_all_ranks(self._own_scores(scores), scores)
+
+    def _of_all_ranks(self, own: Tensor, scores: str | Tensor | Scores) -> Tensor:
+        """Return _own_scores(scores) of all ranks; a tensor of scores has them already."""
+        return own if self.shards is None or isinstance(scores, Tensor) else gathered(own, self.shards)
+
+    def _own_scores(self, scores: str | Tensor | Scores) -> Tensor:
+        """Return scores of this rank's blocks, but of all ranks' if scores is a tensor; communicates nothing."""
         if isinstance(scores, str):
             if scores not in SCORES:
                 raise ValueError(f"scores={scores!r}; use one of {', '.join(SCORES)}, a function or a tensor")
@@ -101,8 +109,7 @@ class Blocks:
         if not isinstance(scores, Tensor):
             if not callable(scores):
                 raise TypeError(f"scores must be a name, a tensor or a function of Blocks, got {type(scores).__name__}")
-            scores = checked(scores(self), len(self.weight)).to(self.weight.device)
-            return scores if self.shards is None else gathered(scores, self.shards)
+            return checked(scores(self), len(self.weight)).to(self.weight.device)
         total = len(self.weight) if self.shards is None else len(self.shards)
         return checked(scores, total).to(self.weight.device)
 
