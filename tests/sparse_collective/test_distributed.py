@@ -16,6 +16,12 @@ from . import checkpoint_checks, distributed_checks, expert_checks, fsdp_checks,
 
 MODULES = (distributed_checks, refused_checks, fsdp_checks, expert_checks, checkpoint_checks, peer_checks)
 CHECKS = [f"{module.__name__}:{check.__name__}" for module in MODULES for check in module.CHECKS]
+STRATEGIES = "column_then_row", "fully_sharded_training", "pattern_changes", "mixture_of_experts"  # run in each commit
+
+
+def parameter(check):
+    name = check.rpartition(":")[2]
+    return pytest.param(check, id=name, marks=[pytest.mark.core] * (name in STRATEGIES))
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -25,7 +31,7 @@ def ranks(request):
     ranks.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=[check.rpartition(":")[2] for check in CHECKS])
+@pytest.mark.parametrize("check", map(parameter, CHECKS))
 def test_against_one_process(ranks, check):
     ranks.run(check)
 
