@@ -146,7 +146,7 @@ def test_equal_rows_in_the_registered_op(lengths, mask_mod):
     """The op is called with the list alone, and the mask that it makes of it launches nothing, either."""
     mask = equal_rows(3, 64, mask_mod)(lengths, "cpu")
     parts = torch_op.crossing(mask)
-    rebuilt = torch_op._block_mask(*parts)
+    rebuilt = torch_op.block_mask_of(*parts)
     assert len(parts[1]) == 1 and rebuilt.equal_rows and rebuilt.lengths == mask.lengths
     assert all(torch.equal(a, b) for a, b in zip(rebuilt.lists(), mask.lists(), strict=True))
     q, k, v = qkv(*lengths)
@@ -163,7 +163,7 @@ def test_equal_rows_of_a_tensor_that_is_written_to():
     for _ in range(2):
         for _ in range(2):
             mask = BlockMask.from_indices(indices, (64, 64), lengths=(256, 256))
-            found.append(torch_op._block_mask(*torch_op.crossing(mask)))
+            found.append(torch_op.block_mask_of(*torch_op.crossing(mask)))
             for lists, expected in zip(dispatch.lists_of(found[-1]), mask.transposed(), strict=True):
                 assert torch.equal(lists, expected)
         indices.copy_(3 - indices)

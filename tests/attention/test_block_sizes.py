@@ -71,7 +71,7 @@ def test_the_registered_op():
     mask = sized(64)
     q, k, v = qkv(*LENGTHS, B=1)
     expected = block_sparse_attention(q, k, v, mask)
-    rebuilt = torch_op._block_mask(*torch_op.crossing(mask))
+    rebuilt = torch_op.block_mask_of(*torch_op.crossing(mask))
     assert rebuilt.equal_rows and torch.equal(block_sparse_attention(q, k, v, rebuilt), expected)
     indices, sizes = mask.kv_indices, mask.mask_mod.sizes
 

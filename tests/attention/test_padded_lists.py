@@ -53,7 +53,7 @@ def test_tables(terms):
     assert torch.equal(ranks_of(mask), ranks_of(true))
     for change in (with_causal, lambda m: m[:, 1:], lambda m: m.crop((128, 250)), lambda m: m & true):
         assert torch.equal(change(mask).to_dense(), change(true).to_dense())
-    rebuilt = torch_op._block_mask(*torch_op.crossing(mask))
+    rebuilt = torch_op.block_mask_of(*torch_op.crossing(mask))
     assert rebuilt.equal_rows and torch.equal(rebuilt.to_dense(), true.to_dense())
 
 

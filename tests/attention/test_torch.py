@@ -145,14 +145,14 @@ def test_ops_can_be_called_by_name():
 def test_a_mask_is_made_again_only_of_other_tensors():
     """Kept with the first list, but made of all four: one that took the address of another is not that one."""
     mask = masks()[2]
-    made = torch_op._block_mask(*crossing(mask))
-    assert torch_op._block_mask(*crossing(mask)).kv_indices is made.kv_indices
-    assert torch_op._block_mask(*crossing(masks()[2])).kv_indices is not made.kv_indices
+    made = torch_op.block_mask_of(*crossing(mask))
+    assert torch_op.block_mask_of(*crossing(mask)).kv_indices is made.kv_indices
+    assert torch_op.block_mask_of(*crossing(masks()[2])).kv_indices is not made.kv_indices
     form, lists, *sizes = crossing(BlockMask.from_blocks(FIRST))
     for _ in range(20):
         other = [*lists[:3], BlockMask.from_blocks(SECOND).full_kv_indices]
         for given in (other, lists):
-            assert torch.equal(torch_op._block_mask(form, given, *sizes).full_kv_indices, given[3])
+            assert torch.equal(torch_op.block_mask_of(form, given, *sizes).full_kv_indices, given[3])
         del other, given
 
 
