@@ -9,7 +9,6 @@ move, and nothing in the first call. What remains: if one process records its fi
 which is not compared, and another one runs it, the latter waits until the process group's timeout.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from cute_kernels.runtime.derived import captured
 from cute_kernels.runtime.torch_compat import assert_on_gpu, in_graph_trace
-from sparse_collective.nn.shards import reasons
+from cute_kernels.traced.record import trace
+from sparse_collective.nn.shards import hash_of, reasons
 
 from ..masks.block_mask import BlockMask
-from ..masks.element_mask import trace_mask
-from ..masks.score_mod import bound
+from ..masks.element_mask import INPUTS as mask_inputs
+from ..masks.score_mod import INPUTS as score_inputs
 
 PLAIN = (bool, int, float, str, type(None))
 MOST_BYTES = 2**26  # of a tensor that a function reads, if its contents are compared
@@ -46,8 +46,10 @@ def check_equal(
     """
     values: tuple = ()
     if error is None:
-        tables = mask.tables()
-        values = mask.lengths, mask.blocksize, mask.batch, mask.heads, *choices, *tables, *facts_of_mask(mask)
+        try:
+            values = mask.lengths, mask.blocksize, *choices, *mask.tables(), *facts_of_mask(mask)
+        except Exception as caught:
+            error = caught
     numbers = _exchanged(op, values, error, group, device)
     if different := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
         raise RuntimeError(
@@ -151,7 +153,7 @@ def _hashes(values: Any, error: Exception | None, group, device: torch.device | 
     tensors among the values."""
     import torch.distributed as dist
 
-    number = 0 if error else _hash(values)
+    number = 0 if error else hash_of(*values) | 1
     mine = torch.full((1,), number, dtype=torch.int64, device=device)
     numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, mine, group=group)
@@ -163,25 +165,29 @@ def facts_of_mask(mask: BlockMask) -> tuple:
     if mask.mask_mod is None:
         return ()
     try:
-        traced = trace_mask(mask.mask_mod, mask.device)
+        return program_of(mask.mask_mod, mask_inputs, mask.device)
     except TypeError:  # the reference on a CPU calls functions that kernels refuse
         return tuple(facts(mask.mask_mod))
-    return traced.program.text, *compared(traced.operands)
 
 
 def name_of_score(score_mod: Callable | None, device: torch.device) -> str:
     """The name of a score function, and a hash of what it computes and of the numbers and tensors that it reads."""
-    score = bound(score_mod, device)
-    if score is None:
+    if score_mod is None:
         return "None"
-    return f"{next(facts(score_mod))} ({_hash((score.mod.program.text, *compared(score.operands))):016x})"
+    return f"{next(facts(score_mod))} ({hash_of(*program_of(score_mod, score_inputs, device)):016x})"
 
 
-def compared(operands: Sequence[Any]) -> Iterator[Any]:
-    """Numbers and tensors that a function reads; of large tensors the dtype and the shape."""
-    for value in operands:
-        large = isinstance(value, Tensor) and value.numel() * value.element_size() > MOST_BYTES
-        yield (value.dtype, value.shape) if large else value
+def program_of(function: Callable, inputs: Sequence[str], device: torch.device) -> tuple:
+    """The Program of a function and the tensors that it reads; of large ones dtypes and shapes.
+
+    It is traced here: the cached Program has numbers as arguments that had other values in this process.
+
+    Raises:
+        TypeError: kernels refuse the function.
+    """
+    traced = trace(function, next(facts(function)), inputs, (), device)
+    tensors = ((t.dtype, t.shape) if t.numel() * t.element_size() > MOST_BYTES else t for t in traced.tensors)
+    return traced.program.text, *tensors
 
 
 def facts(mask_mod: Any) -> Iterator[Any]:
@@ -195,15 +201,3 @@ def facts(mask_mod: Any) -> Iterator[Any]:
             yield value
         else:
             yield from facts(value)
-
-
-def _hash(values: Any) -> int:
-    """A positive number of 63 bits."""
-    digest = hashlib.sha256()
-    for value in values:
-        if not isinstance(value, Tensor):
-            digest.update(repr(value).encode())
-            continue
-        digest.update(repr((value.dtype, value.shape)).encode())
-        digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "little") >> 1 | 1

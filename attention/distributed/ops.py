@@ -123,7 +123,8 @@ def context_parallel_attention(
             that of the whole sequence. Tensors that it captures get no gradients.
         reduce_dtype: dtype in which the processes' parts of the gradients of k and v move: torch.float32, or q's dtype,
             which moves half the bytes and rounds each part. The parts are added in float32.
-        keep_kv: True to keep the keys and values of other processes for backward, False to move them again.
+        keep_kv: True to keep the keys and values of other processes for backward, False to move them again. A compiled
+            call in one stage keeps them in any case.
 
     Returns:
         (B, H, L, Dv) with q's dtype, and with return_lse an lse (B, H, L). Rows of padding are 0.

@@ -61,7 +61,7 @@ _gradients_once = differentiable_once(_gradients)
 
 
 def _count_of(plan: ContextParallelPlan, k: Tensor, v: Tensor, scored: bool) -> int:
-    """Number of stages of a call, the same in all processes, traced or not.
+    """Number of stages of a call, the same in all processes.
 
     scored: whether there is a score_mod, which gets numbers of heads.
     """

@@ -9,8 +9,7 @@
 A kernel has one transfer next to it, since a second one would get no multiprocessors before that kernel ends. For the
 same reason the transfer must begin before the kernel does.
 
-A call that torch.compile traces runs these passes inside of registered ops (stages_op.py), and so exchanges the same
-messages as an eager one.
+A call that torch.compile traces runs them inside of registered ops (stages_op.py).
 """
 
 from collections import deque

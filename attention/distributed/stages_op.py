@@ -110,11 +110,11 @@ define(
     "attention::context_parallel_in_stages",
     f"(Tensor q, Tensor k, Tensor v, {MASK}, {ROUTE}, int stages, bool keep_kv, {TERMS}) "
     "-> (Tensor, Tensor, Tensor[])",
-    _run, _fake, flops=_flops,
+    _run, _fake, flops=_flops, collective=True,
 )  # fmt: skip
 define(
     "attention::context_parallel_in_stages_backward",
     f"(Tensor dout, Tensor? dlse, Tensor q, Tensor[] kv, Tensor out, Tensor lse, {MASK}, {ROUTE}, int stages, {TERMS}, "
     "ScalarType? grad_dtype, ScalarType? dq_dtype) -> (Tensor, Tensor, Tensor)",
-    _run_backward, _fake_backward, flops=_flops_backward,
+    _run_backward, _fake_backward, flops=_flops_backward, collective=True,
 )  # fmt: skip

@@ -80,13 +80,13 @@ def register_pair(
     define(name, f"({inputs}, {terms}) -> (Tensor, Tensor)", run, fake, gradient, flops)
 
 
-def _before_lowering(name: str, run: Callable, fake: Callable) -> Callable:
+def _before_lowering(name: str, run: Callable, fake: Callable, collective: bool = False) -> Callable:
     """A fake implementation of the op "namespace::name", which inductor's code calls as a Python function."""
     op = _packet(name)
     op.function = run
 
     def fake_of_op(*given):
-        lower_to_function(op.default)
+        lower_to_function(op.default, collective)
         return fake(*given)
 
     return fake_of_op
@@ -99,12 +99,16 @@ def _packet(name: str):
 
 
 def define(
-    name: str, schema: str, run: Callable, fake: Callable, gradient: tuple | None = None, flops: Callable | None = None
-) -> None:
-    """Register an op with positional arguments that allocates its outputs; vmap runs it once per batch item."""
+    name: str, schema: str, run: Callable, fake: Callable, gradient: tuple | None = None,
+    flops: Callable | None = None, *, collective: bool = False,
+) -> None:  # fmt: skip
+    """Register an op with positional arguments that allocates its outputs; vmap runs it once per batch item.
+
+    collective: see lower_to_function.
+    """
     op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
     IMPLEMENTATIONS[_packet(name).default] = run
-    op.register_fake(_before_lowering(name, run, fake))
+    op.register_fake(_before_lowering(name, run, fake, collective))
     op.register_vmap(transforms.loop(op))
     if gradient is not None:
         setup_context, backward = gradient

@@ -166,7 +166,7 @@ def load_patterns(
         storage_reader: that of dcp.load; None reads the folder `checkpoint_id`.
 
     Raises:
-        TypeError: a layer is tensor or expert parallel, or sharded.
+        TypeError: a layer is tensor or expert parallel, or sharded, or its values are parametrized.
         ValueError: the checkpoint has no pattern for a layer, or one that does not fit its shape.
 
     Example::
@@ -192,6 +192,10 @@ def load_patterns(
                 f"load_patterns: {path or type(layer).__name__} is split over ranks; call it before "
                 "parallelize_module or fully_shard"
             )
+        if name_of_values(layer) != "values":
+            raise TypeError(
+                f"load_patterns: the values of {path or type(layer).__name__} are parametrized; call it before"
+            )
         own = [unwrapped(f"{path}.{name}".lstrip(".")) for name in ("crow_indices", "col_indices")]
         if not all(prefix + name in names for name in own):
             known = next((name for name in names if f".{name}".endswith(f".{own[0]}")), None)
@@ -209,11 +213,12 @@ def load_patterns(
         crow, col = (t.to(layer.crow_indices.device) for t in pattern)
         shape = *layer.values.shape[:-3], len(col), *layer.blocksize
         zeros = torch.zeros((), dtype=layer.values.dtype, device=layer.values.device).expand(shape)
-        state = {"crow_indices": crow, "col_indices": col, name_of_values(layer): zeros}
+        state = {"crow_indices": crow, "col_indices": col, "values": zeros}
         try:
             layer.load_state_dict(state, strict=False)
         except RuntimeError as error:
-            raise ValueError(f"load_patterns: {path}: {str(error).splitlines()[-1].strip()}") from None
+            reason = str(error).splitlines()[-1].strip()
+            raise ValueError(f"load_patterns: {path or type(layer).__name__}: {reason}") from None
         if crow.is_meta:  # for reset_parameters
             layer._kept_pattern = pattern
 

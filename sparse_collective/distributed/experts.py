@@ -19,7 +19,7 @@ from cute_kernels.runtime.torch_compat import is_dtensor
 from ..nn.experts import BsrExperts
 from ..nn.feed_forward import BsrMixtureOfExperts, check_routing
 from ..nn.grouped import BsrGroupedLinear
-from ..nn.shards import pattern_hash
+from ..nn.shards import hash_of
 from ..ops import bsr_grouped_linear
 from .dispatch import refuse, routed_over_ranks
 from .parallel import hooked
@@ -192,7 +192,7 @@ class BsrExpertParallel(ParallelStyle):
                 check_layer(name, layer, device_mesh.size())
             routing = [getattr(module, option, None) for option in ("top_k", "group_rows", "activation")]
             indices = [t for layer in layers for t in (layer.crow_indices, layer.col_indices)]
-            return pattern_hash(*indices, name, type(module).__name__, facts_of(module), routing, self.src_data_rank)
+            return hash_of(*indices, name, type(module).__name__, facts_of(module), routing, self.src_data_rank)
 
         check_alike(name, checked, device_mesh)
         for layer in layers:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from ..bsr import BsrMatrix
 from ..conversions import Balance
-from ..nn.shards import check_same, pattern_hash
+from ..nn.shards import check_same, hash_of
 
 __all__ = ["distribute_bsr"]
 
@@ -48,7 +48,7 @@ def distribute_bsr(W: BsrMatrix, mesh: Any, placements: Sequence[Any], *, balanc
 
     def checked() -> int:
         check_arguments(W, mesh, placements, balance)
-        return pattern_hash(*W.indices, tuple(W.shape), W.blocksize, W.dtype, list(placements), balance)
+        return hash_of(*W.indices, tuple(W.shape), W.blocksize, W.dtype, list(placements), balance)
 
     check_same(
         "distribute_bsr", "an argument (placements, balance) or the shape, dtype or pattern of W", checked, mesh,

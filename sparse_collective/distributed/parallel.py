@@ -25,7 +25,7 @@ from ..nn.gated import GatedBsrLinear, gated_linear
 from ..nn.grouped import BsrGroupedLinear
 from ..nn.linear import BsrLinear
 from ..nn.module import BsrModule
-from ..nn.shards import check_same, pattern_hash
+from ..nn.shards import check_same, hash_of
 from ..ops import bsr_grouped_linear, bsr_linear
 from .exchange import index_of
 from .overlap import captured, gated_into
@@ -325,7 +325,7 @@ def parallelize(layer: Any, dim: int, mesh: Any, style: Any) -> BsrModule:
         partition = style._partition_of(layer, mesh.size())
         check_layer(name, layer, dim, partition, mesh.size())
         arguments = inputs, outputs, style.use_local_output, style.overlap, style.src_data_rank, partition
-        return pattern_hash(layer.crow_indices, layer.col_indices, name, facts_of(layer), arguments)
+        return hash_of(layer.crow_indices, layer.col_indices, name, facts_of(layer), arguments)
 
     check_alike(name, checked, mesh)
     partition = style._partition_of(layer, mesh.size())

@@ -21,7 +21,7 @@ from ..bsr import BsrMatrix
 from ..pattern import Pattern, pattern_of
 from .indices import drawn_indices, given_indices, owned
 from .parametrized import Parametrizable, name_of_values
-from .shards import check_same, pattern_hash
+from .shards import check_same, hash_of
 
 __all__ = ["BsrModule", "block_grid"]
 
@@ -205,7 +205,7 @@ class BsrModule(Parametrizable):
         Raises:
             RuntimeError: it differs.
         """
-        hashed = functools.partial(pattern_hash, self.crow_indices, self.col_indices)
+        hashed = functools.partial(hash_of, self.crow_indices, self.col_indices)
         check_same(
             type(self).__name__, "the pattern", hashed, self._shard_mesh,
             "seed all ranks alike before the model is made, or load one state before fully_shard", dims,

@@ -25,7 +25,7 @@ __all__ = [
     "gathered",
     "local_part",
     "moved_shards",
-    "pattern_hash",
+    "hash_of",
     "reasons",
     "replace_shards",
     "shard_dim",
@@ -155,15 +155,17 @@ def replace_shards(parameter: Any, new: Any) -> None:
     resize_fully_sharded(parameter, room)
 
 
-def pattern_hash(*parts: Any) -> int:
-    """A 63-bit hash of the contents of tensors, and of the repr of anything else. Synchronizes."""
+def hash_of(*parts: Any) -> int:
+    """A 63-bit hash of tensors, and of the repr of anything else. Synchronizes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if not isinstance(part, Tensor):
-            digest.update(repr(part).encode())
-            continue
-        digest.update(str(tuple(part.shape)).encode())
-        digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        if isinstance(part, Tensor):
+            digest.update(repr((part.dtype, part.shape)).encode())
+            contents = part.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        else:
+            contents = repr(part).encode()
+        digest.update(len(contents).to_bytes(8, "little"))
+        digest.update(contents)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 

@@ -381,6 +381,25 @@ def different_masks_are_refused(device):
         mask = create_block_mask(mask_mod, 1, 1, LENGTH, LENGTH, device=device)
         with pytest.raises(RuntimeError, match="differ from those of process 0"):
             plan_context_parallel(mask, mesh_of(device))
+    with pytest.raises(RuntimeError, match="differ from those of process 0"):
+        plan_context_parallel(mesh=mesh_of(device), length=LENGTH, window_size=(12, 3) if last == 639 else (1, 23))
+
+
+def equal_functions_are_not_refused(device):
+    """Also if one process has traced the same code with other numbers, so that its kernels have these as arguments."""
+    q, k, v, _ = qkv(device)
+
+    def window(size):
+        return create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < size), 1, 1, LENGTH, LENGTH, device=device)
+
+    def scaled(factor):
+        return lambda score, b, h, q, kv: score * factor
+
+    if dist.get_rank() == 0:
+        for size, factor in ((11, 0.5), (12, 0.25)):
+            block_sparse_attention(q, k, v, window(size), score_mod=scaled(factor))
+    plan = plan_context_parallel(window(13), mesh_of(device))
+    context_parallel_attention(*(plan.shard(t, 2) for t in (q, k, v)), plan, score_mod=scaled(2.0))
 
 
 def error_of_one_process(device):
@@ -535,6 +554,7 @@ CHECKS = [
     beside_data_parallel,
     under_autocast,
     different_masks_are_refused,
+    equal_functions_are_not_refused,
     error_of_one_process,
     different_calls_are_refused,
     local_bias_of_one_process,

@@ -146,6 +146,26 @@ def traced_calls(device):
         assert_equal(results)
 
 
+def order_of_traced_calls(device):
+    """Independent calls in a graph exchange messages in its order, although Inductor orders other operations by memory,
+    of which each process needs another amount."""
+    plan = plan_context_parallel(mesh=mesh_of(device), length=1024, causal=True, stages=4, deal="contiguous")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    make = functools.partial(torch.randn, device=device, dtype=dtype)
+    w, x, y = make(512, 512).requires_grad_(), make(256, 512), make(2048, 512)
+    first, second = ([make(1, 4, plan.local_length, 128) for _ in range(3)] for _ in range(2))
+
+    def attend(terms, q, k, v, keep):
+        return context_parallel_attention(q + ((terms @ w) @ w).mean(), k, v, plan, keep_kv=keep)
+
+    def both():
+        return attend(x, *first, True), attend(y, *second, False)
+
+    with transfers():
+        for found, wanted in zip(torch.compile(both, fullgraph=True)(), both(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
 CHECKS = [
     results_of_one_stage,
     calls_that_read_the_head,
@@ -153,4 +173,5 @@ CHECKS = [
     counted_operations,
     errors_in_a_stage,
     traced_calls,
+    order_of_traced_calls,
 ]

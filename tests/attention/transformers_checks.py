@@ -10,7 +10,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from attention import score_mods
+from attention import create_block_mask, score_mods
 from attention.distributed import plan_context_parallel
 from attention.integrations.transformers import context_parallel, register, set_block_mask
 from attention.integrations.transformers.attention_function import attend
@@ -98,8 +98,13 @@ def later_tokens(device):
     """A causal model warns, once, if its plan lets tokens see later ones."""
     mesh, (ids, _), model = mesh_of(device), batch(device), model_of(device)
     cu = torch.tensor([0, 300, LENGTH], dtype=torch.int32, device=device)
-    for terms, times in (({}, 1), ({"window_size": (200, 200)}, 1), ({"causal": True, "cu_seqlens": cu}, 0)):
-        plan = plan_context_parallel(mesh=mesh, length=LENGTH, **terms)
+    prefix = create_block_mask(lambda b, h, q, kv: (q >= kv) | (kv < 100), 1, 1, LENGTH, LENGTH, device=device)
+    length = {"length": LENGTH}
+    for terms, times in (
+        (length, 1), (length | {"window_size": (200, 200)}, 1), ({"mask": prefix}, 1),
+        (length | {"causal": True, "cu_seqlens": cu}, 0), (length | {"causal": True}, 0),
+    ):  # fmt: skip
+        plan = plan_context_parallel(mesh=mesh, **terms)
         with warnings.catch_warnings(record=True) as caught, context_parallel(plan):
             warnings.simplefilter("always")
             for _ in range(2):

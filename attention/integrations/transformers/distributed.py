@@ -79,12 +79,14 @@ class PlannedMask(FlexBlockMask):
 
 
 def sees_later_tokens(plan: ContextParallelPlan) -> bool:
-    """True if unmasked blocks of this process's rows lie beyond the diagonal, or full ones on it. Synchronizes."""
+    """True if a token of this process sees later ones: the first token of the first blocks that may. Synchronizes."""
     sides = zip(plan.numbers, plan.mask.blocksize, strict=True)
     rows, columns = (blocks_of(tiles, plan.tile).view(-1, side) for tiles, side in sides)
     partial, full = plan.mask.tables()
-    later, reaches = columns[:, 0] > rows[:, -1:], columns[:, -1] > rows[:, :1]
-    return bool(((partial & later) | (full & reaches)).any())
+    may = (partial & (columns[:, 0] > rows[:, -1:])) | (full & (columns[:, -1] > rows[:, :1]))
+    block = int(may.any(-1).flatten(0, 1).any(0).int().argmax())
+    first = block * plan.mask.blocksize[0]
+    return bool((plan.mask.elements(first, first + 1) & (columns.flatten() > rows[block, 0])).any())
 
 
 def _same_tokens(a: ContextParallelPlan, b: ContextParallelPlan) -> bool:

@@ -268,13 +268,17 @@ def count_flops(packet: OpOverloadPacket, flops: Callable) -> None:
 _LOWERED: set[OpOverload] = set()  # ops that lower_to_function has changed
 
 
-def lower_to_function(op: OpOverload) -> None:
+def lower_to_function(op: OpOverload, collective: bool = False) -> None:
     """Make inductor's code call torch.ops.namespace.name.function, set by library.py, instead of the operator, and keep
     inductor from reusing the memory of integer and bool arguments for later results of a graph.
 
     Such a reuse would change the contents of the same Python tensor without changing its version. Ops that cache
     tensors derived from it (a pattern's tables) would then use stale ones. Does nothing until inductor is imported. An
     op's fake implementation calls it; inductor runs that before it lowers a graph.
+
+    collective: True for an op in which processes wait for each other. Inductor keeps it, and runs it and other
+        collectives in the order of the graph, which must be that of all processes; others it orders by the memory of
+        their results.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if op in _LOWERED or not hasattr(lowering, "make_fallback"):
@@ -297,6 +301,8 @@ def lower_to_function(op: OpOverload) -> None:
         for made in V.graph.operations[count:]:
             if isinstance(made, ir.FallbackKernel) and made.op_overload is op:
                 made.set_python_kernel_name(f"torch.ops.{str(op).rpartition('.')[0]}.function")
+                if collective:
+                    made.__class__ = ir._CollectiveKernel  # a FallbackKernel that torch._inductor.comms orders
         return result
 
     if op not in lowering.lowerings:  # as inductor does for an unknown op

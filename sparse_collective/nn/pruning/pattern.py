@@ -23,7 +23,7 @@ from ...pattern_update import moved, origins, update_pattern_
 from ..linear import BsrLinear
 from ..module import put_data
 from ..parametrized import check_not_computed
-from ..shards import check_same, moved_shards, pattern_hash, replace_shards, shard_dim
+from ..shards import check_same, hash_of, moved_shards, replace_shards, shard_dim
 from .scores import Blocks, Group, Scores, magnitude_of
 
 __all__ = ["CubicSchedule", "carry_optimizer_state", "change_pattern_", "cosine_fraction", "prune_"]
@@ -310,7 +310,7 @@ def _agreed(op: str, layer: BsrLinear, group: Group, what: str, make: Callable[[
     def number() -> int:
         nonlocal result
         result, compared = make()
-        return pattern_hash(*compared)
+        return hash_of(*compared)
 
     check_same(
         op, what, number, meshes[0],
