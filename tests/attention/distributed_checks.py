@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import attention, block_sparse_attention, create_block_mask, patterns, score_mods
 from attention.distributed import ContextParallel, context_parallel_attention, plan_context_parallel
+from attention.masks.element_mask import trace_mask
+from attention.masks.score_mod import bound
 
 LENGTH = 900  # 8 tiles, the last one ragged: with 4 processes 2 tiles each
 CU = (0, 70, 300, 301, 640, 880)
@@ -397,7 +399,8 @@ def equal_functions_are_not_refused(device):
 
     if dist.get_rank() == 0:
         for size, factor in ((11, 0.5), (12, 0.25)):
-            block_sparse_attention(q, k, v, window(size), score_mod=scaled(factor))
+            trace_mask(window(size).mask_mod, q.device)
+            bound(scaled(factor), q.device)
     plan = plan_context_parallel(window(13), mesh_of(device))
     context_parallel_attention(*(plan.shard(t, 2) for t in (q, k, v)), plan, score_mod=scaled(2.0))
 
