@@ -1,12 +1,12 @@
 """Comparison of the processes' masks and calls, before they transfer different numbers of bytes or wait for each other.
 
-Masks are compared when they are planned, and the arguments of attention in the first call with a plan: functions by
-what they compute. Later calls are
-not compared, whatever their arguments: a process cannot know that those of another one have changed, and a comparison
-in which only some take part would wait for the others. For the same reason a plan is compared either by all processes
-or, with check=False, by none. Plans with a capacity compare, without waiting, what sizes depend on and which tiles
-move, and nothing in the first call. What remains: if one process records its first call (torch.compile, a CUDA graph),
-which is not compared, and another one runs it, the latter waits until the process group's timeout.
+Masks are compared when they are planned, and the arguments of attention in the first call with a plan; functions by
+what they compute. Later calls are not compared, whatever their arguments: a process cannot know that those of another
+one have changed, and a comparison in which only some take part would wait for the others. For the same reason a plan is
+compared either by all processes or, with check=False, by none. Plans with a capacity compare, without waiting, what
+sizes depend on and which tiles move, and nothing in the first call. What remains: if one process records its first call
+(torch.compile, a CUDA graph), which is not compared, and another one runs it, the latter waits until the process
+group's timeout.
 """
 
 from collections.abc import Callable, Iterator, Sequence

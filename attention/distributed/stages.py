@@ -52,9 +52,9 @@ class Stage:
 
     def mask_of(self, whole: BlockMask) -> BlockMask:
         """This stage's part of a mask, which may have another mask_mod than the one that the stages were made of."""
-        if self.mask is None or self.mask.mask_mod is whole.mask_mod:
-            return self.mask or whole
-        return self.mask.with_mask_mod(whole.mask_mod)
+        if self.mask is None:
+            return whole
+        return self.mask if self.mask.mask_mod is whole.mask_mod else self.mask.with_mask_mod(whole.mask_mod)
 
 
 def count_of(most: int, moved: int, kv_heads: int) -> int:
