@@ -212,6 +212,7 @@ def plan_context_parallel(
             the head. Equal on all processes.
         check: True compares the processes' masks by a hash of their block lists, of what mask functions compute and of
             the numbers and tensors that they read (of tensors larger than 64 MiB: shapes). It copies them to the host.
+            Functions that kernels refuse, which a CPU calls, are compared by name.
             The first call of context_parallel_attention with this plan compares its arguments. With a capacity True
             compares only capacities, deals, stages and which tiles move, without waiting. Equal on all processes.
         device: that of the plan, only without mask and cu_seqlens, whose device it has; by default the mesh's.

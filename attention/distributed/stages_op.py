@@ -17,30 +17,25 @@ from ..torch_op import MASK, block_mask_of, crossing
 from . import stages
 from .exchange import Gather, Route
 
-ROUTE = (
-    "Tensor own, Tensor sends, SymInt[] send_counts, SymInt[] receive_counts, SymInt tile, SymInt local_length, "
-    "str group"
-)
+ROUTE = "Tensor own, Tensor sends, SymInt[] send_counts, SymInt[] receive_counts, SymInt tile, SymInt local_length"
 TERMS = "float? softcap, float? scale, bool? deterministic"
-MASK_PARTS, ROUTE_PARTS = 7, 7
+GROUP = "str group"  # the last argument, where torch._inductor.comm_analysis looks for it
+MASK_PARTS, ROUTE_PARTS = 7, 6
 
 
 def attention_in_stages(count: int, q, k, v, mask, plan, options: dict[str, Any], keep: bool) -> tuple:
     """Call stages.attention_in_stages as an op."""
+    *route, group = Route.of(plan)
     op = torch.ops.attention.context_parallel_in_stages
-    return op(q, k, v, *crossing(mask), *_crossing_route(plan), count, keep, *_terms(options))
+    return op(q, k, v, *crossing(mask), *route, count, keep, *_terms(options), group.group_name)
 
 
 def gradients_in_stages(count: int, dout, dlse, q, kv, out, lse, mask, plan, options: dict[str, Any]) -> tuple:
     """Call stages.gradients_in_stages as an op."""
-    op, dtypes = torch.ops.attention.context_parallel_in_stages_backward, (options["grad_dtype"], options["dq_dtype"])
-    route = _crossing_route(plan)
-    return op(dout, dlse, q, list(kv), out, lse, *crossing(mask), *route, count, *_terms(options), *dtypes)
-
-
-def _crossing_route(plan) -> tuple:
     *route, group = Route.of(plan)
-    return *route, group.group_name
+    op = torch.ops.attention.context_parallel_in_stages_backward
+    terms = *_terms(options), options["grad_dtype"], options["dq_dtype"]
+    return op(dout, dlse, q, list(kv), out, lse, *crossing(mask), *route, count, *terms, group.group_name)
 
 
 def _terms(options: dict[str, Any]) -> tuple:
@@ -48,14 +43,14 @@ def _terms(options: dict[str, Any]) -> tuple:
     return softcap, scale, options["deterministic"]
 
 
-def _split(parts: tuple) -> tuple[tuple, tuple, tuple]:
-    """The mask, the route and what follows of an op's arguments."""
+def _split(parts: tuple) -> tuple[tuple, Route, tuple]:
+    """The mask, the route, whose group is a name, and what is between it and the group of an op's arguments."""
+    *others, group = parts
     end = MASK_PARTS + ROUTE_PARTS
-    return parts[:MASK_PARTS], parts[MASK_PARTS:end], parts[end:]
+    return tuple(others[:MASK_PARTS]), Route._make((*others[MASK_PARTS:end], group)), tuple(others[end:])
 
 
-def _route_of(parts: tuple) -> Route:
-    route = Route(*parts)
+def _with_group(route: Route) -> Route:
     return route._replace(group=process_group_of(route.group))
 
 
@@ -68,7 +63,7 @@ def _options(softcap, scale, deterministic, *dtypes) -> dict[str, Any]:
 @torch.no_grad()
 def _run(q, k, v, *parts) -> tuple[Tensor, Tensor, list[Tensor]]:
     mask, route, (count, keep, *terms) = _split(parts)
-    given = block_mask_of(*mask), _route_of(route), _options(*terms)
+    given = block_mask_of(*mask), _with_group(route), _options(*terms)
     return stages.attention_in_stages(count, q, k, v, *given, keep)
 
 
@@ -76,7 +71,7 @@ def _fake(q, k, v, *parts) -> tuple[Tensor, Tensor, list[Tensor]]:
     _, route, (count, keep, *_) = _split(parts)
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     heads = k.shape[1] // count
-    gathers = [Gather((k[:, :heads], v[:, :heads]), Route(*route)) for _ in range(count * keep)]
+    gathers = [Gather((k[:, :heads], v[:, :heads]), route) for _ in range(count * keep)]
     return out, lse, [buffer for gather in gathers for buffer in gather.buffers()]
 
 
@@ -88,7 +83,7 @@ def _flops(q, k, v, *parts) -> int:
 @torch.no_grad()
 def _run_backward(dout, dlse, q, kv, out, lse, *parts) -> tuple[Tensor, Tensor, Tensor]:
     mask, route, (count, *terms) = _split(parts)
-    given = block_mask_of(*mask), _route_of(route), _options(*terms)
+    given = block_mask_of(*mask), _with_group(route), _options(*terms)
     return stages.gradients_in_stages(count, dout, dlse, q, kv, out, lse, *given)
 
 
@@ -108,13 +103,13 @@ def _scores(q: Tensor, parts: tuple) -> int:
 
 define(
     "attention::context_parallel_in_stages",
-    f"(Tensor q, Tensor k, Tensor v, {MASK}, {ROUTE}, int stages, bool keep_kv, {TERMS}) "
+    f"(Tensor q, Tensor k, Tensor v, {MASK}, {ROUTE}, int stages, bool keep_kv, {TERMS}, {GROUP}) "
     "-> (Tensor, Tensor, Tensor[])",
     _run, _fake, flops=_flops, collective=True,
 )  # fmt: skip
 define(
     "attention::context_parallel_in_stages_backward",
     f"(Tensor dout, Tensor? dlse, Tensor q, Tensor[] kv, Tensor out, Tensor lse, {MASK}, {ROUTE}, int stages, {TERMS}, "
-    "ScalarType? grad_dtype, ScalarType? dq_dtype) -> (Tensor, Tensor, Tensor)",
+    f"ScalarType? grad_dtype, ScalarType? dq_dtype, {GROUP}) -> (Tensor, Tensor, Tensor)",
     _run_backward, _fake_backward, flops=_flops_backward, collective=True,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.configuration_utils import CompileConfig  # noqa: E402
 
 from attention import patterns, selected_attention  # noqa: E402
+from attention.distributed.plan import plans
 from attention.integrations.transformers import register, selected, set_block_mask  # noqa: E402
 from attention.integrations.transformers.attention_function import attend  # noqa: E402
 from attention.integrations.transformers.distributed import PlannedMask  # noqa: E402
@@ -511,7 +512,7 @@ def test_indices_of_keys_that_are_refused():
 
 def test_context_parallelism_is_refused():
     q, k, v = operands(12, 12)
-    planned = object.__new__(PlannedMask)
+    planned = PlannedMask(plans(patterns.causal((12, 12)), 1)[0], 2, {}, causal=True)
     with pytest.raises(ValueError, match="context_parallel is not supported in layers that select KV blocks"):
         attend(layer(), q, k, v, planned, block_indices=lists(2, 2, 12, top=2, blocks=3))
 
