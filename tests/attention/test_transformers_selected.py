@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.configuration_utils import CompileConfig  # noqa: E402
 
 from attention import patterns, selected_attention  # noqa: E402
-from attention.distributed.plan import plans
+from attention.distributed.plan import plans  # noqa: E402
 from attention.integrations.transformers import register, selected, set_block_mask  # noqa: E402
 from attention.integrations.transformers.attention_function import attend  # noqa: E402
 from attention.integrations.transformers.distributed import PlannedMask  # noqa: E402
