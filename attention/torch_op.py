@@ -232,7 +232,7 @@ def _terms(args: AttentionArgs) -> dict:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise TypeError(f"window_size must be (left, right), each an int or None without bound, got {window!r}")
         window = [-1 if bound is None else bound for bound in window]
-    scalars = {"softcap": _float(args.softcap), "scale": _float(args.scale), "window_size": window}
+    scalars = {"softcap": float_or_none(args.softcap), "scale": float_or_none(args.scale), "window_size": window}
     return args._asdict() | scalars
 
 
@@ -317,7 +317,7 @@ def crossing(block_mask) -> tuple:
     )
 
 
-def _float(value):
+def float_or_none(value):
     return None if value is None else float(value)
 
 

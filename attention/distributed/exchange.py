@@ -48,8 +48,9 @@ class Gather:
 
     def __init__(self, shards: Sequence[Tensor], plan: ContextParallelPlan | Route) -> None:
         own = len(plan.own)
+        count = own + sum(plan.receive_counts)
         self._plan, self._tiles = plan, [_tiles(x, plan) for x in shards]
-        self._buffers = [tiles.new_empty((tiles_of_buffer(plan), *tiles.shape[1:])) for tiles in self._tiles]
+        self._buffers = [tiles.new_empty((count, *tiles.shape[1:])) for tiles in self._tiles]
         counts = plan.receive_counts, plan.send_counts
         self.transfers = [
             Transfer(buffer[own:], tiles.index_select(0, plan.sends), *counts)
@@ -161,10 +162,6 @@ def waited_for(queue: deque[list[Any]]) -> Iterator[None]:
         while queue:
             wait(queue.popleft())
         raise
-
-
-def tiles_of_buffer(plan: ContextParallelPlan | Route) -> int:
-    return len(plan.own) + sum(plan.receive_counts)
 
 
 def _tiles(x: Tensor, plan: ContextParallelPlan | Route) -> Tensor:

@@ -13,14 +13,13 @@ from cute_kernels.runtime.library import define
 from cute_kernels.runtime.torch_compat import process_group_of, without_modes
 
 from .. import flops
-from ..torch_op import MASK, block_mask_of, crossing
+from ..torch_op import MASK, MASK_PARTS, block_mask_of, crossing, float_or_none
 from . import stages
 from .exchange import Gather, Route
 
 ROUTE = "Tensor own, Tensor sends, SymInt[] send_counts, SymInt[] receive_counts, SymInt tile, SymInt local_length"
 TERMS = "float? softcap, float? scale, bool? deterministic"
 GROUP = "str group"  # the last argument, where torch._inductor.comm_analysis looks for it
-MASK_PARTS, ROUTE_PARTS = 7, 6
 
 
 def attention_in_stages(count: int, q, k, v, mask, plan, options: dict[str, Any], keep: bool) -> tuple:
@@ -39,15 +38,13 @@ def gradients_in_stages(count: int, dout, dlse, q, kv, out, lse, mask, plan, opt
 
 
 def _terms(options: dict[str, Any]) -> tuple:
-    softcap, scale = (None if options[name] is None else float(options[name]) for name in ("softcap", "scale"))
-    return softcap, scale, options["deterministic"]
+    return float_or_none(options["softcap"]), float_or_none(options["scale"]), options["deterministic"]
 
 
 def _split(parts: tuple) -> tuple[tuple, Route, tuple]:
     """The mask, the route, whose group is a name, and what is between it and the group of an op's arguments."""
-    *others, group = parts
-    end = MASK_PARTS + ROUTE_PARTS
-    return tuple(others[:MASK_PARTS]), Route._make((*others[MASK_PARTS:end], group)), tuple(others[end:])
+    end = MASK_PARTS + len(Route._fields) - 1
+    return parts[:MASK_PARTS], Route._make((*parts[MASK_PARTS:end], parts[-1])), parts[end:-1]
 
 
 def _with_group(route: Route) -> Route:

@@ -194,7 +194,8 @@ def load_patterns(
             )
         if name_of_values(layer) != "values":
             raise TypeError(
-                f"load_patterns: the values of {path or type(layer).__name__} are parametrized; call it before"
+                f"load_patterns: the values of {path or type(layer).__name__} are parametrized; call it before "
+                "register_parametrization"
             )
         own = [unwrapped(f"{path}.{name}".lstrip(".")) for name in ("crow_indices", "col_indices")]
         if not all(prefix + name in names for name in own):

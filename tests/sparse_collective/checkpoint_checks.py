@@ -156,7 +156,7 @@ def checkpoint_of_another_world(device, folder, number):
 
 
 def with_plain_parameters(device, density, seed=4):
-    """A model whose norm and router stay plain tensors beside the DTensors of parallelize_module."""
+    """A model whose norm and router stay plain tensors next to the DTensors of parallelize_module."""
     torch.manual_seed(seed)
     more = {"device": device, "dtype": dtype_of(device)}
     return nn.Sequential(
